@@ -68,14 +68,6 @@ def test_what_is_found_can_be_read_with_its_neighbours(store: Path) -> None:
     talk(store, say)
 
 
-def test_a_search_keeps_to_the_documents_it_is_given(store: Path) -> None:
-    async def say(client: Client) -> None:
-        found = await call(client, "search", question=QUESTION, top_k=5, source=["mill4.md"])
-        assert {Path(chunk["source"]).name for chunk in found["chunks"]} == {"mill4.md"}
-
-    talk(store, say)
-
-
 @pytest.mark.slow
 def test_an_excerpt_says_that_its_file_has_changed_or_gone(store: Path, tmp_path: Path, fresh: Any) -> None:
     place, notes = tmp_path / "fresh", tmp_path / "notes"
@@ -139,10 +131,12 @@ def test_a_passage_cannot_pass_for_a_field_beside_it(tmp_path: Path, fresh: Any)
     talk(tmp_path / "fresh", say)
 
 
-def test_an_answer_is_that_of_query(store: Path) -> None:
+def test_an_answer_is_that_of_query_and_a_search_keeps_to_its_documents(store: Path) -> None:
     asked = kvtool("query", QUESTION, "--store", store, "--top-k", "2", "--max-tokens", "4", "--json").fine().json
 
     async def say(client: Client) -> None:
+        found = await call(client, "search", question=QUESTION, top_k=5, source=["mill4.md"])
+        assert {Path(chunk["source"]).name for chunk in found["chunks"]} == {"mill4.md"}
         answer = await call(client, "answer", question=QUESTION)
         assert answer["answer"] == asked["answer"]
         assert {source["id"] for source in answer["sources"]} == {chunk["id"] for chunk in asked["chunks"]}
@@ -215,11 +209,17 @@ def test_errors_have_the_codes_of_the_protocol(store: Path, tmp_path: Path) -> N
             await client.list_prompts()
         assert prompts.value.error.code == -32601
         assert await refused(client, "search") == "question: Field required"
+        assert "no chunk matches" in await refused(client, "search", question="zzyzx")
+        assert "is not between 1 and 50" in await refused(client, "search", question=QUESTION, top_k=0)
+        assert "not between" in await refused(client, "read", chunk="ffffffff", before=-1)
+        assert "question is empty" in await refused(client, "answer", question="  ")
         assert await refused(client, "search", question="x", limit=3) == "unknown argument: 'limit'"
         both = await refused(client, "answer", question="x", chunks=["a"], documents=["b"])
         assert "chunks and documents exclude each other" in both
         assert "--" not in both
-        assert "`kvtool" not in await refused(client, "read", chunk="00" * 20)
+        missing_chunk = await refused(client, "read", chunk="00" * 20)
+        assert "is not in the store" in missing_chunk
+        assert "`kvtool" not in missing_chunk
 
     talk(store, say)
 
@@ -328,20 +328,3 @@ def test_the_store_is_followed_and_one_that_is_not_there_is_told(store: Path, tm
         assert found["chunks"][0]["source"].endswith("one.md")
 
     talk(place, say)
-
-
-@pytest.mark.parametrize(
-    ("tool", "arguments", "said"),
-    [
-        ("search", {"question": "zzyzx"}, "no chunk matches"),
-        ("search", {"question": QUESTION, "top_k": 0}, "is not between 1 and 50"),
-        ("read", {"chunk": "ffffffff"}, "is not in the store"),
-        ("read", {"chunk": "ffffffff", "before": -1}, "not between"),
-        ("answer", {"question": "  "}, "question is empty"),
-    ],
-)
-def test_what_goes_wrong_is_told_in_words(store: Path, tool: str, arguments: dict[str, Any], said: str) -> None:
-    async def say(client: Client) -> None:
-        assert said in await refused(client, tool, **arguments)
-
-    talk(store, say)

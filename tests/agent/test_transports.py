@@ -16,7 +16,11 @@ import pytest
 from mcp.client.client import Client
 from mcp.client.stdio import StdioServerParameters, stdio_client
 from mcp.client.streamable_http import streamable_http_client
+from mcp.server.transport_security import TransportSecurityMiddleware
+from starlette.requests import Request
 
+from kvtool.core.agent.options import AgentOptions
+from kvtool.core.agent.server import _security
 from tests.cli.working import QUESTION, command, environment, kvtool
 
 _LONG = 120  # seconds: other tests run at the same time
@@ -89,7 +93,6 @@ def test_over_http_with_the_key_and_for_no_page_of_another_host(store: Path, tmp
                     ({"Authorization": "Bearer x"}, 401),
                     ({"Authorization": "Bearer \xe9"}, 401),
                     ({**key, "Host": "evil.example"}, 421),
-                    ({**key, "Origin": "http://evil.example"}, 403),
                 ):
                     sent = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
                     assert (await http.post(url, json=_PING, headers=sent)).status_code == code
@@ -97,6 +100,26 @@ def test_over_http_with_the_key_and_for_no_page_of_another_host(store: Path, tmp
     with listening("--store", store, "--key-file", path) as url:
         anyio.run(main, url)
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    ("host", "origin", "status"),
+    [
+        ("127.0.0.1:8322", "", 200),
+        ("localhost", "http://localhost", 200),
+        ("kv.example:8322", "https://kv.example", 200),
+        ("evil.example", "", 421),
+        ("kv.example.evil.example", "", 421),
+        ("127.0.0.1:8322", "http://evil.example", 403),
+    ],
+)
+def test_a_web_page_under_another_name_is_refused(host: str, origin: str, status: int) -> None:
+    sent = {"host": host, "origin": origin, "content-type": "application/json"}
+    headers = [(name.encode(), value.encode()) for name, value in sent.items() if value]
+    check = TransportSecurityMiddleware(_security("127.0.0.1", AgentOptions(allow_host=("kv.example",))))
+    request = Request({"type": "http", "method": "POST", "headers": headers})
+    refusal = anyio.run(check.validate_request, request, True)
+    assert (200 if refusal is None else refusal.status_code) == status
 
 
 def test_an_agent_finds_and_reads_without_a_model(store: Path) -> None:
@@ -116,10 +139,7 @@ def test_a_key_that_others_may_read_and_a_port_that_is_taken_are_refused(store: 
     kvtool(*where, "--host", "300.0.0.1").failed(2, "cannot listen to 300.0.0.1")
 
 
-def test_standard_output_is_the_protocols_own(store: Path) -> None:
+def test_what_cannot_be_started_is_refused(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kvtool("mcp", "--store", store, "--json").failed(2, "protocol's own")
-
-
-def test_without_the_extra_it_is_named(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mcp", None)
     kvtool("mcp", "--store", store).failed(1, "kvtool[mcp]")

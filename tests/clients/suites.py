@@ -8,12 +8,20 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from pydantic import BaseModel, Field
+
 URL, KEY, MODEL, *SUITES = sys.argv[1:]
 QUESTION = "Who built the third mill?"
 MESSAGES = [{"role": "user", "content": QUESTION}]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 4}}, "required": ["city"]}
 TOOL = {"type": "function", "function": {"name": "weather", "description": "Weather of a city.", "parameters": SCHEMA}}
 MOST = 100  # tokens
+
+
+class Place(BaseModel):
+    """A place."""
+
+    city: str = Field(max_length=4)
 
 
 def check(suite: str, name: str, run: Callable[[], Any]) -> None:
@@ -97,12 +105,6 @@ def llama_index_suite() -> None:
 def instructor_suite() -> None:
     import instructor
     import openai
-    from pydantic import BaseModel, Field
-
-    class Place(BaseModel):
-        """A place."""
-
-        city: str = Field(max_length=4)
 
     for mode in (instructor.Mode.TOOLS, instructor.Mode.TOOLS_STRICT, instructor.Mode.JSON_SCHEMA):
         client = instructor.from_openai(openai.OpenAI(base_url=f"{URL}/v1", api_key=KEY), mode=mode)
@@ -116,17 +118,11 @@ def instructor_suite() -> None:
 
 
 def pydantic_ai_suite() -> None:
-    from pydantic import BaseModel, Field
     from pydantic_ai import Agent, ToolOutput
     from pydantic_ai.models.anthropic import AnthropicModel
     from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
     from pydantic_ai.providers.anthropic import AnthropicProvider
     from pydantic_ai.providers.openai import OpenAIProvider
-
-    class Place(BaseModel):
-        """A place."""
-
-        city: str = Field(max_length=4)
 
     openai = OpenAIProvider(base_url=f"{URL}/v1", api_key=KEY)
     os.environ["ANTHROPIC_BASE_URL"] = URL
@@ -139,49 +135,6 @@ def pydantic_ai_suite() -> None:
         check("pydantic-ai", name, lambda agent=plain: isinstance(agent.run_sync(QUESTION).output, str))
         placed = Agent(model, output_type=ToolOutput(Place), model_settings={"max_tokens": MOST})
         check("pydantic-ai", f"{name} tool", lambda agent=placed: agent.run_sync(QUESTION).output.city is not None)
-
-
-def tool_calls_suite() -> None:
-    """Streamed calls as llama.cpp's tests of tool calls ask for them; needs a model that answers."""
-    import openai
-
-    client = openai.OpenAI(base_url=f"{URL}/v1", api_key=KEY, max_retries=0)
-    text = {"type": "string", "description": "The code to run, or the place."}
-    tools = {
-        "test": {"success": {"type": "boolean", "const": True}},
-        "python": {"code": text},
-        "get_current_weather": {"location": text},
-    }
-    questions = (
-        *("Write an example.", "Say hello world with python.", "What is the weather in Istanbul?"),
-        *("Print the sum of 2 and 3.", "Is it warm in Halden?"),
-    )
-
-    def matches(name: str, names: dict[str, Any], choice: Any, question: str) -> bool:
-        parameters = {"type": "object", "properties": names, "required": [*names]}
-        stream = client.chat.completions.create(
-            model=MODEL,
-            messages=[
-                {"role": "system", "content": "You are a coding assistant."},
-                {"role": "user", "content": question},
-            ],
-            tools=[{"type": "function", "function": {"name": name, "description": "", "parameters": parameters}}],
-            tool_choice=choice,
-            max_tokens=512,
-            stream=True,
-        )
-        deltas = [event.choices[0].delta for event in stream if event.choices]
-        assert not any(delta.content for delta in deltas)
-        (call,) = [call for delta in deltas for call in delta.tool_calls or ()]
-        given = json.loads(call.function.arguments)
-        fits = all(isinstance(each, bool if name == "test" else str) for each in given.values())
-        return call.function.name == name and given.keys() == names.keys() and fits
-
-    for name, names in tools.items():
-        for choice in ("required", {"type": "function", "function": {"name": name}}):
-            for question in questions:
-                about = f"{name}, {choice if choice == 'required' else 'by name'}: {question}"
-                check("tool calls", about, lambda given=(name, names, choice, question): matches(*given))
 
 
 if __name__ == "__main__":

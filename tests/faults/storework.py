@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
-import signal
 import sys
 import time
 from pathlib import Path
@@ -31,12 +29,6 @@ def add(store: Store, first: str, count: str, chunks: str = "2", dim: str = "16"
             say(f"f{number}")
 
 
-def limited(store: Store, size: str) -> None:
-    """A disk that is full at `size` bytes of one file."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (int(size), int(size)))
-    add(store, "100", "100", dim="256")
-
-
 def hold(store: Store, seconds: str) -> None:
     """Hold the writer lock."""
     with store.writer():
@@ -46,7 +38,6 @@ def hold(store: Store, seconds: str) -> None:
 
 def lock(store: Store, wait: str) -> None:
     """Take the writer lock once."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     say("trying")
     with store.writer(float(wait)):
         say("got it")
@@ -82,25 +73,17 @@ def audits(store: Store, word: str, count: str) -> None:
             say("not kept")
 
 
+WORKS = {work.__name__: work for work in (add, hold, lock, watch, read, audits)}
+
+
 def main() -> int:
     try:
-        with (
-            Store.create_or_open(Path(sys.argv[1])) if sys.argv[2] == "add" else Store.open(Path(sys.argv[1])) as store
-        ):
-            {
-                "add": add,
-                "limited": limited,
-                "hold": hold,
-                "lock": lock,
-                "watch": watch,
-                "read": read,
-                "audits": audits,
-            }[sys.argv[2]](store, *sys.argv[3:])
+        opened = Store.create_or_open if sys.argv[2] == "add" else Store.open
+        with opened(Path(sys.argv[1])) as store:
+            WORKS[sys.argv[2]](store, *sys.argv[3:])
     except KvtoolError as error:
         sys.stderr.write(f"{error.message}\n{error.hint}\n")
         return error.exit_code
-    except KeyboardInterrupt:
-        return 130
     return 0
 
 

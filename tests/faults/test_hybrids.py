@@ -41,10 +41,6 @@ def ask(store: Path, question: str, mode: str, *more: object, document: str = "m
     return kvtool(*asked(store, question, mode, *more, document=document)).fine()
 
 
-def statuses(row: dict[str, Any]) -> set[str]:
-    return {chunk["status"] for chunk in row["chunks"]}
-
-
 def stretches(store: Path) -> dict[str, int]:
     with Store.open(store) as opened:
         return dict(opened.stats()["checkpoints"])
@@ -130,7 +126,7 @@ def test_a_file_limit_met_while_a_stretch_is_kept(store: Path) -> None:
     ask(store, FIRST, "prefix")
     row = ask(store, FIRST, "prefix").json
     assert row["answer"] == answer
-    assert statuses(row) == {"exact"}
+    assert {chunk["status"] for chunk in row["chunks"]} == {"exact"}
 
 
 # ---- conversations -----------------------------------------------------------------------------------------------
@@ -153,16 +149,6 @@ def test_a_prune_between_two_turns(store: Path) -> None:
     assert turns(False, "prefix") == turns(True, "prefix")
     assert damages(store) == []
     assert warned == []
-
-
-def test_a_chat_that_is_reset_answers_as_a_new_one(store: Path) -> None:
-    asked = f"{FIRST}\n{SECOND}\n/reset\n{FIRST}\n{SECOND}\n"
-    done = kvtool("chat", "--store", store, *SHORT, "--json", stdin=asked.encode()).fine()
-    rows = done.lines
-    assert [row["turn"]["number"] for row in rows] == [1, 2, 1, 2]
-    assert [row["answer"] for row in rows[:2]] == [row["answer"] for row in rows[2:]]
-    assert rows[0]["tokens"]["resident"] == rows[2]["tokens"]["resident"] == 0
-    assert rows[2]["tokens"]["reused"] > rows[0]["tokens"]["reused"]
 
 
 def talk_over_http(url: str, about: str) -> list[str]:

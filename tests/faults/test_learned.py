@@ -30,20 +30,20 @@ def learn_until(folder: Path, budget: int, kill_at: int = 0) -> int:
     were."""
     met = 0
 
-    def step(real: Callable[..., object]) -> Callable[..., object]:
-        def killed(*args: object) -> object:
-            count()
-            got = real(*args)
-            count()
-            return got
-
-        return killed
-
     def count() -> None:
         nonlocal met
         met += 1
         if met == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def step(real: Callable[..., object]) -> Callable[..., object]:
+        def counted(*args: object) -> object:
+            count()
+            got = real(*args)
+            count()
+            return got
+
+        return counted
 
     with (
         patch.object(Environment, "write", step(Environment.write)),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from kvtool.core.cache.integrity import verify
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import StoreLockedError
 from tests.cache.making import add_file, check_file, make_store
-from tests.faults.running import command, run, start
+from tests.cli.working import CHUNKS, PREFIX, QUESTION, SHORT, damages, kvtool, listing, write_corpus
+from tests.faults.running import command, run, start, start_kvtool
 
 
 def end(child: subprocess.Popen[str]) -> tuple[int, str, str]:
@@ -24,7 +26,7 @@ def end(child: subprocess.Popen[str]) -> tuple[int, str, str]:
     return child.returncode, out, err
 
 
-@contextmanager
+@contextlib.contextmanager
 def held(path: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process holds the writer lock."""
     holder = start(path, "hold", 20)
@@ -33,15 +35,6 @@ def held(path: Path) -> Iterator[subprocess.Popen[str]]:
     finally:
         holder.kill()
         end(holder)
-
-
-def test_written_there_read_here(tmp_path: Path) -> None:
-    path = tmp_path / "store"
-    assert run(path, "add", 0, 3).returncode == 0
-    with Store.open(path) as store:
-        for number in range(3):
-            check_file(store, f"f{number}")
-        assert verify(store) == []
 
 
 @pytest.mark.slow
@@ -90,16 +83,6 @@ def test_waiting_for_the_lock(tmp_path: Path) -> None:
     assert end(holder)[0] == 0
 
 
-@pytest.mark.slow
-def test_ctrl_c_while_waiting(tmp_path: Path) -> None:
-    path = make_store(tmp_path / "store")
-    with held(path):
-        waiting = start(path, "lock", 20)
-        time.sleep(0.3)
-        waiting.send_signal(signal.SIGINT)
-        assert end(waiting)[0] == 130
-
-
 def test_two_writers_in_one_process(tmp_path: Path) -> None:
     path = make_store(tmp_path / "store")
     with Store.open(path) as one, Store.open(path) as two, one.writer():
@@ -144,3 +127,63 @@ def test_killed_writers_lose_nothing_that_was_committed(tmp_path: Path) -> None:
         with store.writer() as pen:
             assert pen.collect() <= 4 * 20  # what the killed ones had not finished
         assert verify(store) == []
+
+
+# ---- the command ---------------------------------------------------------------------------------------------
+
+
+def names(path: Path) -> set[str]:
+    """Documents that are committed."""
+    try:
+        with Store.open(path) as store:
+            return set(store.sources())
+    except Exception:  # not made yet
+        return set()
+
+
+@pytest.mark.slow
+def test_two_ingests_at_once(tiny: Path, tmp_path: Path) -> None:
+    """The second reports the process that holds the store, or waits; queries do neither."""
+    one, path = write_corpus(tmp_path / "one", documents=120, paragraphs=3), tmp_path / "store"
+    (tmp_path / "two.txt").write_text("The last mill was built by nobody.")
+    args = ("--store", path, "--model", tiny, *CHUNKS, *PREFIX)
+    with start_kvtool("ingest", one, *args) as first:
+        while not names(path):
+            assert first.poll() is None, first.communicate()
+            time.sleep(0.005)
+        refused = kvtool("ingest", tmp_path / "two.txt", *args, "--lock-wait", "0")
+        refused.failed(11, f"process {first.pid}", "--lock-wait")
+        kvtool("query", QUESTION, "--store", path, *SHORT).fine()  # reads what is committed by now
+        waited = kvtool("ingest", tmp_path / "two.txt", *args, "--lock-wait", "60", "--json").fine().json
+        assert waited["documents"]["added"] == 1
+        _, err = first.communicate(timeout=60)
+        assert first.returncode == 0, err
+    assert len(listing(path)) == 121
+    assert damages(path) == []
+
+
+def open_files(pid: int) -> list[str]:
+    found = []
+    for link in Path(f"/proc/{pid}/fd").glob("*"):
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(link))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
+def test_ctrl_c_while_waiting_for_the_lock(store: Path, tmp_path: Path) -> None:
+    (tmp_path / "new.txt").write_text("A new mill.")
+    with Store.open(store) as held, held.writer():
+        child = start_kvtool("ingest", tmp_path / "new.txt", "--store", store, "--lock-wait", "60")
+        while not any("data.mdb" in file for file in open_files(child.pid)):
+            assert child.poll() is None, child.communicate()
+            time.sleep(0.02)
+        time.sleep(0.2)  # it tries to take the lock at once
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=30)
+    assert child.returncode == 130
+    assert out == ""
+    waits, interrupted, hint, *_ = err.splitlines()
+    assert waits.startswith(f"waiting: {store} is being written by process {os.getpid()} ")
+    assert (interrupted, hint[:6]) == ("error: interrupted", "hint: ")
+    assert len(listing(store)) == 6

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.fuzzing import registry
@@ -22,42 +21,27 @@ from tests.fuzzing import registry
 INPUT_SECONDS = 2
 RSS_MB = 3000
 _MOST_STARTS = 40  # of one target: each ends with a finding
-_UNITS = re.compile(r"stat::number_of_executed_units:\s*(\d+)")
-_COVERED = re.compile(r"#\d+\s+\w+\s+cov: (\d+) ft: \d+ corp: (\d+)")
+_RUNS = re.compile(r"stat::number_of_executed_units:\s*(\d+)")
+_COVERED = re.compile(r"#\d+\s+\w+\s+cov: (\d+) ft: \d+ corp: \d+")
 
 
-@dataclass
-class Row:
-    target: str
-    seconds: float = 0.0
-    runs: int = 0
-    covered: list[int] = field(default_factory=list)
-    corpus: int = 0
-    findings: list[Path] = field(default_factory=list)
-
-    def line(self) -> str:
-        first, last = (self.covered[0], self.covered[-1]) if self.covered else (0, 0)
-        cells = [self.target, f"{self.seconds:.0f}", f"{self.runs:,}", f"{first:,} → {last:,}", f"{self.corpus:,}"]
-        return f"| {' | '.join([*cells, str(len(self.findings))])} |"
-
-
-def fuzz(target: str, module: str, seconds: float, folder: Path) -> Row:
-    """Run a target for so many seconds, again where a finding has ended its process."""
-    row = Row(target)
-    started = time.monotonic()
+def fuzz(target: str, module: str, seconds: float, folder: Path) -> list[Path]:
+    """Run a target for so many seconds, again where a finding has ended its process; return what was found."""
+    started, runs, covered = time.monotonic(), 0, ["0"]
     for _ in range(_MOST_STARTS):
         left = int(seconds - (time.monotonic() - started))
         if left < 1:
             break
         ended = _child(target, module, folder, left)
-        row.runs += sum(map(int, _UNITS.findall(ended.stderr)))
-        row.covered += [int(covered) for covered, _ in _COVERED.findall(ended.stderr)]
+        runs += sum(map(int, _RUNS.findall(ended.stderr)))
+        covered += _COVERED.findall(ended.stderr)
         if ended.returncode == 0:
             break
-    row.seconds = time.monotonic() - started
-    row.corpus = len(list((folder / "corpus").iterdir()))
-    row.findings = sorted(path for path in (folder / "findings").iterdir() if path.suffix == "")
-    return row
+    findings = sorted(path for path in (folder / "findings").iterdir() if path.suffix == "")
+    said = f"{target}: {time.monotonic() - started:.0f} s, {runs:,} runs, {covered[-1]} covered edges"
+    sys.stdout.write("\n".join([said, *(f"found: {path}" for path in findings)]) + "\n")
+    sys.stdout.flush()
+    return findings
 
 
 def _child(target: str, module: str, folder: Path, left: int) -> subprocess.CompletedProcess[str]:
@@ -89,16 +73,7 @@ def main() -> int:
     names = list(known) if said.target == "all" else said.target.split(",")
     if unknown := [name for name in names if name not in known]:
         parser.error(f"there is no target {unknown[0]!r}: {', '.join(known)}")
-    sys.stdout.write("| target | seconds | runs | covered edges | corpus | findings |\n")
-    sys.stdout.write("| --- | --- | --- | --- | --- | --- |\n")
-    found = list[Path]()
-    for name in names:
-        row = fuzz(name, known[name], said.seconds, said.corpus / name)
-        found += row.findings
-        sys.stdout.write(row.line() + "\n")
-        sys.stdout.flush()
-    for path in found:
-        sys.stdout.write(f"found: {path}\n")
+    found = [path for name in names for path in fuzz(name, known[name], said.seconds, said.corpus / name)]
     return 1 if found else 0
 
 

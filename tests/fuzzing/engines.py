@@ -13,11 +13,9 @@ import random
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -54,37 +52,6 @@ _TURNS = 5  # of a conversation; then another begins
 _SECONDS = 120.0
 
 
-class Helper:
-    """Another process, which runs the commands that it is sent. It is forked before a store is open here."""
-
-    def __init__(self) -> None:
-        context = get_context("fork")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_obey, args=(theirs,), daemon=True)
-        self._process.start()
-        theirs.close()
-
-    def command(self, *words: object) -> Done:
-        self._pipe.send([str(word) for word in words])
-        require(self._pipe.poll(_SECONDS), f"{words} hangs")
-        done: Done = self._pipe.recv()
-        return done
-
-    def end(self) -> None:
-        self._process.terminate()
-        self._process.join()
-        self._pipe.close()
-
-
-def _obey(pipe: Connection) -> None:
-    while True:
-        try:
-            words = pipe.recv()
-        except EOFError:
-            return
-        pipe.send(command(*words))
-
-
 @dataclass(frozen=True)
 class Said:
     """The outcome of a question; `error`: instead of an answer."""
@@ -118,9 +85,10 @@ class EngineLife:
         dice = random.Random(f"begin {seed} {family}")
         self.family, self.seed, self.folder, self.model = family, seed, folder, model
         self.checks: Counter[str] = Counter()
+        self.states = family in HYBRIDS
         self.store, self.lead_in, self.system = folder / "store", self._any_lead_in(dice), 0
         self.corpus = Corpus.begin(folder / "corpus", dice, dice.randint(3, 5))
-        self.helper = Helper()
+        self.helper = get_context("fork").Pool(1)  # which runs commands, forked before a store is open here
         self.opened: list[kvtool.Cache] = []
         self.engine: Engine | None = None
         try:
@@ -131,10 +99,6 @@ class EngineLife:
             self.close()
             raise
         self.talks: list[tuple[Turns, QueryOptions]] = [((), self._talking(dice)) for _ in range(_TALKS)]
-
-    @property
-    def states(self) -> bool:
-        return self.family in HYBRIDS
 
     def live(self, step: Step) -> None:
         dice = step.dice(self.seed, self.family)
@@ -153,7 +117,7 @@ class EngineLife:
             cache.close()
         if self.engine is not None:
             self.engine.close()
-        self.helper.end()
+        self.helper.terminate()
 
     def _any_lead_in(self, dice: random.Random) -> str:
         return "none" if self.states else dice.choice(_LEAD_INS)
@@ -173,23 +137,20 @@ class EngineLife:
         engine.start()
         return engine
 
-    @contextmanager
-    def _copied(self) -> Iterator[Path]:
+    def _copied(self) -> Path:
         """The store as it is now: nothing that one side keeps of a question reaches the other."""
-        copy = self.folder / "copy"
-        shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(self.store, copy)
-        yield copy
+        shutil.rmtree(self.folder / "copy", ignore_errors=True)
+        return Path(shutil.copytree(self.store, self.folder / "copy"))
 
     def _compared(self, dice: random.Random, **more: Any) -> None:
         """A single question: the session and the engine that were open, and fresh ones."""
         asked, question = self._options(dice) | more, self.corpus.question(dice)
-        with self._copied() as copy:
-            ours = _asked(self.long, question, asked)
-            fresh = self._cache(copy)
-            theirs = _asked(fresh, question, asked)
-            self.opened.remove(fresh)
-            fresh.close()
+        copy = self._copied()
+        ours = _asked(self.long, question, asked)
+        fresh = self._cache(copy)
+        theirs = _asked(fresh, question, asked)
+        self.opened.remove(fresh)
+        fresh.close()
         self._equal(ours, theirs, f"a session, {asked}")
         self.checks["session"] += 1
         options = QueryOptions(**asked, offline=True)
@@ -211,13 +172,10 @@ class EngineLife:
 
     def _both_engines(self, ask: Ask, what: str) -> Said:
         assert self.engine is not None
-        with self._copied() as copy:
-            ours = _told(self.engine, ask)
-            fresh = self._engine(copy, 0)
-            try:
-                theirs = _told(fresh, ask)
-            finally:
-                fresh.close()
+        copy = self._copied()
+        ours = _told(self.engine, ask)
+        with closing(self._engine(copy, 0)) as fresh:
+            theirs = _told(fresh, ask)
         self._equal(ours, theirs, what)
         return ours
 
@@ -254,7 +212,7 @@ class EngineLife:
     # ---- what others do ----
 
     def _command(self, *words: object, fine: bool = True) -> Done:
-        done = self.helper.command(*words, "--store", self.store)
+        done = self.helper.apply_async(command, [*words, "--store", self.store]).get(_SECONDS)
         require(not fine or done.code == 0, f"{' '.join(map(str, words))}: exit {done.code}: {done.err[-300:]}")
         return done
 

@@ -74,14 +74,11 @@ class StoreLife:
         self.current, self.tiers = True, 0
         self.system: str | None = None  # the store's instruction, where it is not the default
         self.warned: list[str] = []
+        self.states = family in HYBRIDS
         self.store = folder / "store"
         self.near, self.far = self._opened(), self._opened()
         self.lead_in = self._any_lead_in(dice)
         self._ingest(dice)
-
-    @property
-    def states(self) -> bool:
-        return self.family in HYBRIDS
 
     def live(self, step: Step) -> None:
         dice = step.dice(self.seed, self.family)
@@ -388,10 +385,10 @@ class StoreLife:
         self.close()
         try:
             at = int(10 ** dice.uniform(1, 4))
-            done = children.killed(at, *self._words(what, dice), "--store", self.store)
+            done = children.command(*self._words(what, dice), "--store", self.store, kill_at=at)
         finally:
             self.near, self.far = self._opened(), self._opened()
-        self.checks["killed"] += done is None
+        self.checks["killed"] += done.code == children.KILLED
         self._take_either(before, self.corpus.texts() if what == "ingest" else before)
         self.checking.sound(self.store)
         if dice.random() < 0.5:

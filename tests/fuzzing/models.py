@@ -27,18 +27,13 @@ _TEXT = "The mill was built in 1804 <s> by the river, naïve 水車."
 
 
 @functools.cache
-def _place() -> Path:
-    return scratch("models")
-
-
-@functools.cache
 def _sound() -> Path:
-    return save_tiny("llama", _place() / "sound", dtype="bfloat16")
+    return save_tiny("llama", scratch("models") / "sound", dtype="bfloat16")
 
 
 @functools.cache
 def _sharded() -> Path:
-    folder = Path(shutil.copytree(_sound(), _place() / "sharded"))
+    folder = Path(shutil.copytree(_sound(), scratch("models") / "sharded"))
     (folder / "model.safetensors").rename(folder / "a.safetensors")
     names = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(4)]
     index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(names, "a.safetensors")}
@@ -49,7 +44,7 @@ def _sharded() -> Path:
 @functools.cache
 def _gguf() -> tuple[bytes, bytes]:
     """A file up to its tensors' numbers, and these."""
-    path = write_gguf(_place() / "sound.gguf")
+    path = write_gguf(scratch("models") / "sound.gguf")
     start = min(tensor.start for tensor in read_header(path).tensors.values())
     data = path.read_bytes()
     return data[:start], data[start:]
@@ -75,7 +70,7 @@ def _refused_as_a_model() -> Iterator[None]:
 
 def _with(name: str, data: bytes, folder: Path) -> Path:
     """A folder whose other files are links to the sound ones."""
-    place = _place() / f"with-{name}"
+    place = scratch("models") / f"with-{name}"
     if not place.is_dir():
         place.mkdir()
         for path in folder.iterdir():
@@ -86,7 +81,7 @@ def _with(name: str, data: bytes, folder: Path) -> Path:
 
 
 def gguf_header(data: bytes) -> None:
-    path = _place() / "header.gguf"
+    path = scratch("models") / "header.gguf"
     path.write_bytes(data + _gguf()[1])
     with _refused_as_a_model():
         read_header(path)
@@ -94,9 +89,9 @@ def gguf_header(data: bytes) -> None:
 
 def gguf_model(data: bytes) -> None:
     """Open a GGUF file, from its first use to a loaded model."""
-    path = _place() / "model.gguf"
+    path = scratch("models") / "model.gguf"
     path.write_bytes(data + _gguf()[1])
-    cache = _place() / "cache"  # the run's own cache holds files of other tests
+    cache = scratch("models") / "cache"  # the run's own cache holds files of other tests
     try:
         with patch.dict(os.environ, KVTOOL_CACHE=str(cache)), _refused_as_a_model():
             load_model(resolve(str(path)), device="cpu", packed=True)

@@ -34,6 +34,7 @@ def loaded(target: str, module: str) -> tuple[Target, list[bytes]]:
     return function, seeds()
 
 
+@functools.cache
 def scratch(name: str) -> Path:
     """Make a folder that is removed when the process ends."""
     folder = Path(tempfile.mkdtemp(prefix=f"kvtool-fuzz-{name}-"))

@@ -1,4 +1,4 @@
-"""Runs of both fuzzers' lives: a command line, one line a life, a shrink, a table by family."""
+"""Runs of both fuzzers' lives: a command line, one line a life, a shrink."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -132,79 +132,52 @@ def clean() -> None:
 # ---- the command line ----
 
 
-@dataclass
-class Tally:
-    lives: int = 0
-    steps: int = 0
-    failures: int = 0
-    checks: Counter[str] = field(default_factory=Counter)
-
-
 def main(begin: Begin, names: Names, what: str) -> int:
     """Live until the time is over; 1 where something failed."""
     given = _parse(what)
     torch.set_num_threads(1)
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     least, _, most = given.steps.partition("-")
-    tallies: dict[str, Tally] = {}
+    lives: list[Lived] = []
     deadline = time.monotonic() + given.seconds
     families, seed = given.family or list(FAMILIES), given.seed
     try:
-        while time.monotonic() < deadline or not tallies:
+        while len(lives) < given.lives if given.lives else time.monotonic() < deadline or not lives:
             family = families[seed % len(families)]
             steps = steps_of(names, family, seed, int(least), int(most or least))
-            if given.only:
-                steps = [step for step in steps if step.number in given.only]
-            _one(begin, family, seed, steps, tallies.setdefault(family, Tally()), given, deadline)
+            steps = [step for step in steps if not given.only or step.number in given.only]
+            lives.append(_one(begin, family, seed, steps, given))
             seed += 1
-            if given.lives and seed - given.seed >= given.lives:
-                break
     finally:
         clean()
-    _say("\n" + table(tallies))
-    return 1 if any(one.failures for one in tallies.values()) else 0
+    failed = sum(life.at is not None for life in lives)
+    checks = sum((life.checks for life in lives), Counter[str]())
+    kinds = ", ".join(f"{name} {count}" for name, count in sorted(checks.items()))
+    steps_lived = sum(life.steps for life in lives)
+    _say(f"\n{len(lives)} lives, {steps_lived} steps, {checks.total()} checks, {failed} failed\nChecks: {kinds}.")
+    return 1 if failed else 0
 
 
-def _one(
-    begin: Begin, family: str, seed: int, steps: list[Step], tally: Tally, given: argparse.Namespace, deadline: float
-) -> None:
+def _one(begin: Begin, family: str, seed: int, steps: list[Step], given: argparse.Namespace) -> Lived:
     started = time.monotonic()
     lived = live(begin, family, seed, steps)
-    tally.lives += 1
-    tally.steps += lived.steps
-    tally.checks += lived.checks
     checks, took = lived.checks.total(), time.monotonic() - started
-    said = f"{family:16} seed {seed:5}  {lived.steps:3} steps  {checks:4} checks  {took:6.1f} s"
+    _say(f"{family:16} seed {seed:5}  {lived.steps:3} steps  {checks:4} checks  {took:6.1f} s")
     if lived.at is None:
-        _say(said)
-        return
-    tally.failures += 1
-    _say(f"{said}  FAILED at step {lived.at}: {lived.why}\n{lived.trace}")
+        return lived
+    _say(f"FAILED at step {lived.at}: {lived.why}\n{lived.trace}")
     if not given.only:
         steps = shrunk(begin, family, seed, steps, lived, given.shrink)
     words = " ".join(f"{step.number}:{step.name}" for step in steps)
     only = ",".join(str(step.number) for step in steps)
     again = f"--family {family} --seed {seed} --steps {given.steps} --lives 1 --only {only}"
     _say(f"    shortest: {words}\n    again: python -m {given.module} {again}")
+    return lived
 
 
 def _say(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
-
-
-def table(tallies: dict[str, Tally]) -> str:
-    rows = ["| family | lives | steps | checks | failures |", "| --- | ---: | ---: | ---: | ---: |"]
-    total = Tally()
-    for family in sorted(tallies):
-        one = tallies[family]
-        rows.append(f"| {family} | {one.lives} | {one.steps} | {one.checks.total()} | {one.failures} |")
-        total.lives, total.steps = total.lives + one.lives, total.steps + one.steps
-        total.failures += one.failures
-        total.checks += one.checks
-    rows.append(f"| all | {total.lives} | {total.steps} | {total.checks.total()} | {total.failures} |")
-    kinds = ", ".join(f"{name} {count}" for name, count in sorted(total.checks.items()))
-    return "\n".join([*rows, "", f"Checks: {kinds}."])
 
 
 def _parse(what: str) -> argparse.Namespace:

@@ -33,13 +33,8 @@ _ZSTD = zstandard.ZstdCompressor()
 
 
 @functools.cache
-def _place() -> Path:
-    return scratch("shared")
-
-
-@functools.cache
 def _store() -> Path:
-    path = make_store(_place() / "store")
+    path = make_store(scratch("shared") / "store")
     with Store.open(path) as store, store.writer() as writer:
         writer.set_manifest({"identity": IDENTITY})
         writer.set_codec_state({"profile": "", "losses": {"00" * 16: {"2": {"kl_answer": 0.5, "questions": 8}}}})
@@ -49,7 +44,7 @@ def _store() -> Path:
 
 @functools.cache
 def _tier() -> Path:
-    folder = _place() / "tier"
+    folder = scratch("shared") / "tier"
     with Store.open(_store()) as store, closing(open_blobs(f"file://{folder}")) as blobs:
         push(store, blobs)
     return folder
@@ -57,7 +52,7 @@ def _tier() -> Path:
 
 @functools.cache
 def _pack() -> Path:
-    path = _place() / "sound.kvpack"
+    path = scratch("shared") / "sound.kvpack"
     export(_store(), path)
     return path
 
@@ -107,14 +102,14 @@ def described(data: bytes) -> None:
 
 def tier(data: bytes) -> None:
     """A whole tier whose catalogue is somebody's, pulled into a new store and into one that has documents."""
-    folder = _place() / "hostile-tier"
+    folder = scratch("shared") / "hostile-tier"
     if not folder.is_dir():
         shutil.copytree(_tier(), folder)
     packed = _ZSTD.compress(data)
     with closing(open_blobs(f"file://{folder}")) as blobs:
         blobs.put({f"catalogue/{digest_of(packed)}": packed, "head": seal_head(Head(digest_of(packed)))})
         for name in ("new", "own"):
-            own = _place() / f"pulled-{name}"
+            own = scratch("shared") / f"pulled-{name}"
             if name == "own" and not own.is_dir():
                 make_store(own, files=1)
             with refused():
@@ -125,26 +120,26 @@ def tier(data: bytes) -> None:
 
 
 def pack_file(data: bytes) -> None:
-    path = _place() / "hostile.kvpack"
+    path = scratch("shared") / "hostile.kvpack"
     path.write_bytes(data)
     with refused(), closing(PackReader(path)) as reader:
         for name in reader.names[:50]:
             assert len(reader.get(name, 2**20) or b"") <= 2**20
     with refused():
-        take(_place() / "taken", path)
-    shutil.rmtree(_place() / "taken", ignore_errors=True)
+        take(scratch("shared") / "taken", path)
+    shutil.rmtree(scratch("shared") / "taken", ignore_errors=True)
 
 
 def pack_catalogue(data: bytes) -> None:
     """A sound archive whose catalogue is somebody's."""
-    path, packed = _place() / "repacked.kvpack", _ZSTD.compress(data)
+    path, packed = scratch("shared") / "repacked.kvpack", _ZSTD.compress(data)
     with zipfile.ZipFile(_pack()) as sound, zipfile.ZipFile(path, "w") as made:
         for member in sound.infolist():
             replaced = {CATALOGUE: packed, HEAD: seal_head(Head(digest_of(packed)))}
             made.writestr(member, replaced.get(member.filename, sound.read(member)))
     with refused():
-        take(_place() / "taken", path)
-    shutil.rmtree(_place() / "taken", ignore_errors=True)
+        take(scratch("shared") / "taken", path)
+    shutil.rmtree(scratch("shared") / "taken", ignore_errors=True)
 
 
 def pack_tensors(data: bytes) -> None:

@@ -47,13 +47,8 @@ _SHAPE = shape_of(records.HEADS, records.TOKENS, records.DIM, records.DIM)
 
 
 @functools.cache
-def _place() -> Path:
-    return scratch("stores")
-
-
-@functools.cache
 def _store() -> Path:
-    return make_store(_place() / "store", files=4, chunks=3)
+    return make_store(scratch("stores") / "store", files=4, chunks=3)
 
 
 # ---- the pages that find a value ---------------------------------------------------------------------------------
@@ -61,7 +56,7 @@ def _store() -> Path:
 
 def lmdb_file(data: bytes) -> None:
     """A data file: its meta pages, every look-up, every walk."""
-    folder = _place() / "generation"
+    folder = scratch("stores") / "generation"
     folder.mkdir(exist_ok=True)
     path = folder / "data.mdb"
     path.write_bytes(data)
@@ -102,7 +97,7 @@ def _pages() -> list[bytes]:
 
 
 def store_open(data: bytes) -> None:
-    path = _place() / "opened"
+    path = scratch("stores") / "opened"
     path.mkdir(exist_ok=True)
     (path / layout.STORE_FILE).write_bytes(data)
     with refused():
@@ -268,11 +263,11 @@ def _side_seeds() -> list[bytes]:
 
 
 def index_tables(data: bytes) -> None:
-    path = _place() / "index.tables"
+    path = scratch("stores") / "index.tables"
     path.write_bytes(side_sealed(data))
     with refused():
         open_tables(path)
-    folder = _place() / "index"
+    folder = scratch("stores") / "index"
     folder.mkdir(exist_ok=True)
     for name in _index_files():
         (folder / name).write_bytes(side_sealed(data) if name.startswith("state") else _index_files()[name])
@@ -286,7 +281,7 @@ def side_sealed(data: bytes) -> bytes:
 
 @functools.cache
 def _index_files() -> dict[str, bytes]:
-    folder = _place() / "sound-index"
+    folder = scratch("stores") / "sound-index"
     with Store.open(_store()) as store:
         index = Index.empty()
         index.update(store)
@@ -295,7 +290,7 @@ def _index_files() -> dict[str, bytes]:
 
 
 def _table_seeds() -> list[bytes]:
-    path = _place() / "sound.tables"
+    path = scratch("stores") / "sound.tables"
     write_tables(path, {"rows": np.arange(12, dtype=np.uint32)}, {"segments": "[]"})
     return [data[: -sides.TAIL_BYTES] for data in (path.read_bytes(), *_index_files().values())]
 

@@ -13,7 +13,6 @@ from types import ModuleType
 import anyio
 import pytest
 
-import kvtool as library
 from tests.cli.working import CHUNKS, PREFIX, QUESTION, SHORT, built, command, corpus, environment, kvtool, store, tiny
 from tests.remote.serving import s3_server, s3_url
 
@@ -63,16 +62,17 @@ def test_openai_client(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert re.fullmatch(r"[1-9]\d* tokens reused, first token after \d+ ms", lines[-1])
 
 
-def test_langchain_rag(store: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    documents = pytest.importorskip("langchain_core.documents")
-    langchain_rag = example("langchain_rag")
-    langchain_rag.main(store, QUESTION, max_tokens=4)
+@pytest.mark.parametrize(
+    ("name", "library"),
+    [("langchain_rag", "langchain_core"), ("llamaindex_rag", "llama_index.core"), ("haystack_rag", "haystack")],
+)
+def test_rag(
+    name: str, library: str, store: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HAYSTACK_TELEMETRY_ENABLED", "False")
+    pytest.importorskip(library)
+    example(name).main(store, QUESTION, max_tokens=4)
     assert "mill2.md:1" in capsys.readouterr().out
-    with library.open(store) as cache:
-        found = [documents.Document("…", metadata={"source": str(corpus / "mill1.md")})]
-        done = langchain_rag.rag(cache, max_tokens=4).invoke({"input": QUESTION, "context": found})
-    assert {Path(each.metadata["source"]).name for each in done["context"]} == {"mill1.md"}
-    assert done["answer"]
 
 
 def test_langchain_chat(store: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,41 +98,14 @@ def test_langchain_retriever(store: Path, capsys: pytest.CaptureFixture[str]) ->
     pytest.importorskip("langchain_core.retrievers")
     from tests.serve.conftest import KEY, serving
 
-    found = kvtool("search", QUESTION, "--top-k", 3, "--store", store, "--json").fine().json["chunks"]
+    found = kvtool("search", QUESTION, "--source", "*mill1.md", "--top-k", 1, "--store", store, "--json").fine().json
     retriever = example("langchain_retriever")
     with serving(store) as served:
-        url = f"{served.url}/v1"
+        url, options = f"{served.url}/v1", {"source": "*mill1.md", "top_k": 1}
         retriever.main(QUESTION, url, KEY)
-        asked = retriever.KvtoolRetriever(url=url, key=KEY, top_k=3).invoke(QUESTION)
-        (other,) = retriever.KvtoolRetriever(url=url, key=KEY, options={"source": "*mill1.md", "top_k": 1}).invoke(
-            "mill"
-        )
-    assert [(each.id, each.page_content) for each in asked] == [(chunk["id"], chunk["text"]) for chunk in found]
+        asked = retriever.KvtoolRetriever(url=url, key=KEY, options=options).invoke(QUESTION)
+    assert [(each.id, each.page_content) for each in asked] == [(one["id"], one["text"]) for one in found["chunks"]]
     assert re.match(r"\d\.\d\d  \S+mill2\.md:\d+\n", capsys.readouterr().out)
-    assert other.metadata["source"].endswith("mill1.md")
-
-
-def test_llamaindex_rag(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("llama_index.core")
-    example("llamaindex_rag").main(store, QUESTION, max_tokens=4)
-    answer, *places = capsys.readouterr().out.rsplit("\n  ", 3)
-    assert answer
-    assert any(place.strip().endswith("mill2.md:1") for place in places)
-
-
-def test_haystack_rag(
-    store: Path, corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HAYSTACK_TELEMETRY_ENABLED", "False")
-    haystack = pytest.importorskip("haystack")
-    sample = example("haystack_rag")
-    sample.main(store, QUESTION, max_tokens=4)
-    assert "mill2.md:1" in capsys.readouterr().out
-    with library.open(store) as cache:
-        given = [haystack.Document(content="…", meta={"source": str(corpus / "mill1.md")})]
-        (answer,) = sample.KvtoolAnswerer(cache, max_tokens=4).run(QUESTION, given)["answers"]
-    assert {Path(each.meta["source"]).name for each in answer.documents} == {"mill1.md"}
-    assert answer.data
 
 
 def test_mcp_configuration(store: Path, corpus: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
 from kvtool.core.upkeep.forget import pin
 from kvtool.serve.job import Ask
-from tests.cli.working import QUESTION, process
+from tests.cli.working import QUESTION
 from tests.serve.asking import ask
 from tests.serve.conftest import serving, wait_until
 from tests.serve.test_uploads import DOCUMENTS, client, send, served, sources, uploads
@@ -104,15 +104,6 @@ def test_of_several_those_that_fitted_stay(store: Path, uploads: Path, client: h
     full(client.post(DOCUMENTS, json={"documents": rows}))
     listed = sources(client) - owners
     assert listed == {str(path) for path in uploads.glob("*.md")}
-
-
-def test_prune_from_another_process_makes_room(store: Path, uploads: Path, client: httpx2.Client) -> None:
-    said = answers(client)
-    leave(store, -1)
-    full(send(client, "a.md", text_of(1)))
-    assert process("store", "prune", "--store", str(store), "--yes").code == 0
-    assert send(client, "a.md", "The kite is in Oslo.").status_code == 200
-    assert answers(client) == said
 
 
 def test_a_budget_smaller_than_the_store(store: Path, uploads: Path) -> None:

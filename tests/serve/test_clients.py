@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import openai
 import pytest
 
@@ -189,32 +188,6 @@ def test_a_stream_that_has_to_wait_stays_readable(
     assert next(waits, None) is None
 
 
-REFUSED: list[tuple[Any, dict[str, Any], str]] = [
-    (OfResponses, {"tools": [{"type": "web_search"}]}, "tools"),
-    (OfResponses, {"text": {"format": {"type": "grammar"}}}, "text.format"),
-    (OfResponses, {"input": []}, "input"),
-    (OfResponses, {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "images"),
-    (OfAnthropic, {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools"),
-    (OfAnthropic, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
-    (OfAnthropic, {"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "x"}]}, "role"),
-    (OfAnthropic, {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "images"),
-    (OfAnthropic, {"max_tokens": None}, "max_tokens"),
-    (OfOllama, {"format": "xml"}, "format"),
-    (OfOllama, {"tools": [{"type": "function"}]}, "tools"),
-    (OfOllama, {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "images"),
-    (OfOllama, {"options": {"mirostat": 2}}, "mirostat"),
-]
-
-
-@pytest.mark.parametrize(("client", "more", "named"), REFUSED, ids=lambda one: getattr(one, "__name__", str(one)))
-def test_what_is_not_supported_is_refused_by_name(
-    client: Any, more: dict[str, Any], named: str, served: Served
-) -> None:
-    with pytest.raises(client.error, match=named) as refused:
-        client(served).ask([("user", QUESTION)], **more)
-    assert refused.value.status_code == 400
-
-
 def test_a_stop_sequence_is_named(served: Served, expected: str) -> None:
     middle = next(letter for letter in expected[len(expected) // 2 :] if letter.isascii() and letter.isalnum())
     done = OfAnthropic(served).client.messages.create(
@@ -275,8 +248,10 @@ def test_an_editor_finds_the_model_by_ollamas_api(served: Served) -> None:
         version = web.get("/api/version").json()
         bodies = ({"model": "kvtool"}, {"name": "tiny"}, {"model": "tiny:latest", "verbose": False})
         named = [web.post("/api/show", json=body).json()["model_info"] for body in bodies]
+        wrong = [web.post("/api/show", json=body) for body in ({}, {"model": ""}, {"model": ":latest"})]
     assert [int(part) for part in version["version"].split(".")] >= [0, 6, 4]
     assert version["kvtool"] == kvtool.__version__
+    assert [(answer.status_code, list(answer.json())) for answer in wrong] == [(404, ["error"])] * 3
     (listed,) = client.list().models
     decoder = served.engine.decoder
     assert decoder is not None
@@ -290,59 +265,25 @@ def test_an_editor_finds_the_model_by_ollamas_api(served: Served) -> None:
     assert shown.parameters == f"num_ctx {decoder.context}"
     assert shown.template == decoder.loaded.tokenizer.chat_template
     assert named == [shown.modelinfo] * 3
-
-
-def test_an_unknown_model_is_not_shown(served: Served) -> None:
-    with pytest.raises(ollama.ResponseError, match="model not found: 'other'") as refused:
-        OfOllama(served).client.show("other")
-    assert refused.value.status_code == 404
-    bodies: list[dict[str, str]] = [{}, {"model": ""}, {"model": ":latest"}]
-    with served.client as web:
-        answers = [web.post("/api/show", json=body) for body in bodies]
-    assert [(answer.status_code, list(answer.json())) for answer in answers] == [(404, ["error"])] * 3
-    assert httpx2.post(f"{served.url}/api/show", json={"model": "tiny"}).status_code == 401
-    assert httpx2.get(f"{served.url}/api/ps").status_code == 401
-
-
-def test_the_loaded_model_is_listed_as_running(served: Served) -> None:
-    (running,) = OfOllama(served).client.ps().models
-    decoder = served.engine.decoder
-    assert decoder is not None
+    (running,) = client.ps().models
     assert (running.name, running.digest) == ("tiny:latest", decoder.loaded.fingerprint)
     assert running.size == sum(one.nbytes for one in decoder.model.parameters())
     assert (running.size_vram, running.context_length) == (0, decoder.context)
     assert running.expires_at.year > 2100
 
 
-def test_before_the_first_ingest_no_model_is_known(tmp_path: Path, tiny: Path) -> None:
-    with serving(tmp_path / "new", model=str(tiny), uploads=tmp_path / "sent") as served:
-        client = OfOllama(served).client
-        assert [*client.list().models, *client.ps().models] == []
-        with pytest.raises(ollama.ResponseError, match="nothing is ingested yet"):
-            client.show("tiny")
-
-
 @each
-def test_an_error_within_a_stream_is_the_clients_own(client: Any, served: Served, broken: Callable[[], None]) -> None:
-    broken()
+def test_an_error_within_a_stream_is_the_clients_own(
+    client: Any, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, seen = Listening.next, list[int]()
+
+    async def fail_after_one(self: Any, timeout: float | None = None) -> Any:
+        if seen:
+            raise KvtoolError("no luck", "none at all")
+        seen.append(1)
+        return await told(self, timeout)
+
+    monkeypatch.setattr(Listening, "next", fail_after_one)
     with pytest.raises((client.error, openai.OpenAIError, anthropic.APIError), match="no luck"):
         client(served).ask([("user", QUESTION)], stream=True)
-
-
-@pytest.fixture
-def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Let the next answer end in an error after its first piece."""
-    told = Listening.next
-
-    def breaks() -> None:
-        seen = []
-
-        async def after(self: Any, timeout: float | None = None) -> Any:
-            if seen:
-                raise KvtoolError("no luck", "none at all")
-            seen.append(1)
-            return await told(self, timeout)
-
-        monkeypatch.setattr(Listening, "next", after)
-
-    return breaks

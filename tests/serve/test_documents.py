@@ -12,9 +12,12 @@ import httpx2
 import pytest
 
 import kvtool
+from kvtool.core.ingest import storer
+from kvtool.serve.documents import _safe_name
+from kvtool.serve.wire import Refusal
 from tests.cli.working import QUESTION, write_corpus
 from tests.cli.working import kvtool as command
-from tests.serve.conftest import Served, metrics_in, serving, turned, wait_until
+from tests.serve.conftest import metrics_in, serving, turned, wait_until
 
 JSON = {"Content-Type": "application/json"}
 CHAT, DOCUMENTS = "/v1/chat/completions", "/v1/documents"
@@ -143,10 +146,7 @@ def test_names_that_there_cannot_be_beside_others(store: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     "name", ["../a.md", "/etc/a.md", "a/../../b.md", ".hidden", "", "a//b.md", "a\x00b", "a\\..\\b.md", "x" * 300, " "]
 )
-def test_names_stay_in_their_folder(ready: Path, tmp_path: Path, name: str) -> None:
-    from kvtool.serve.documents import _safe_name
-    from kvtool.serve.wire import Refusal
-
+def test_names_stay_in_their_folder(name: str) -> None:
     with pytest.raises(Refusal):
         _safe_name({"name": name})
 
@@ -218,20 +218,16 @@ def said(events: str) -> str:
 
 
 def test_an_ingest_gives_way_to_answers(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvtool.core.ingest import storer
-
     monkeypatch.setitem(storer.BATCH_TOKENS, "cpu", 64)
     uploads = tmp_path / "sent"
     texts = [{"name": f"n{n}.md", "text": f"# Number {n}\n\n" + f"Word {n} and more. " * 40} for n in range(12)]
     with serving(store, uploads=uploads) as served, served.client as client:
-        revisions: set[int] = set()
         with ThreadPoolExecutor(1) as pool:
             done = pool.submit(client.post, DOCUMENTS, json={"documents": texts})
             while not done.done():
                 with served.client as other:
                     answer = ask(other)
                 assert answer.status_code == 200
-                revisions.add(answer.json()["kvtool"]["revision"])
         assert done.result().json()["documents"]["added"] == 12
 
 
@@ -260,14 +256,6 @@ def test_metrics_and_log(ready: Path) -> None:
     assert rows[0]["tokens"]["generated"] == 2
     assert "no chunk matches" in rows[1]["error"]
     assert len({row["id"] for row in rows}) == 4
-
-
-def test_the_log_says_no_word_of_a_question(served: Served) -> None:
-    with served.client as client:
-        count = len(served.log)
-        ask(client, "Who built the third mill, Mister Confidential?")
-        wait_until(lambda: len(served.log) > count)
-    assert "Confidential" not in str(served.log)
 
 
 def test_a_search_finds_what_the_command_finds(ready: Path) -> None:

@@ -43,13 +43,6 @@ def test_clients_take_turns_and_each_ones_questions_keep_their_order() -> None:
     assert not list(queue)
 
 
-def test_who_comes_again_stands_behind_the_others() -> None:
-    queue = filled(9, "a1", "b1", "b2")
-    assert queue.take().ask.request.question == "a1"
-    queue.add(job("a", "a2"))
-    assert names(queue) == ["b1", "a2", "b2"]
-
-
 def test_who_leaves_gives_the_place_up() -> None:
     queue = filled(3, "a1", "b1", "a2")
     queue.remove(next(iter(queue)))
@@ -65,11 +58,6 @@ def test_a_full_queue_turns_the_newest_of_the_longest_away() -> None:
         assert last.ask.request.question == going
         assert len(queue) == 4
     assert names(queue) == ["a1", "b1", "c1", "d1"]
-
-
-def test_one_place_is_who_has_it() -> None:
-    queue = filled(1, "a1")
-    assert [queue.add(late) is late for late in (job("b"), job("a"))] == [True, True]
 
 
 def test_nobody_has_two_turns_between_two_of_another_who_waits() -> None:
@@ -88,9 +76,6 @@ def test_nobody_has_two_turns_between_two_of_another_who_waits() -> None:
                 turns[taken] += other != taken
                 assert max(turns.values()) <= 1
     assert max(served.values()) <= 2 * min(served.values())  # though one asks five times as often
-
-
-# ---- in a server ----
 
 
 def begun(served: Served, patch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
@@ -137,12 +122,12 @@ def test_a_client_that_fills_the_queue_keeps_no_other_out(ready: Path) -> None:
             wait_until(lambda: scheduler.waiting == len(many))
         few = posted(served, body(user="few"))
         with many[0], many[1], few:
-            turned_away = many[1].recv(4096)
-            assert b" 429 " in turned_away
-            assert b"retry-after: " in turned_away.lower()
+            assert b" 429 " in many[1].recv(4096)
             assert scheduler.waiting == 2
             with served.client as other:
-                assert other.post(CHAT, json=body(user="many")).status_code == 429
+                answer = other.post(CHAT, json=body(user="many"))
+            assert (answer.status_code, answer.json()["error"]["type"]) == (429, "rate_limit_error")
+            assert int(answer.headers["retry-after"]) >= 1
             permits.release(10**6)
             assert b"200 OK" in many[0].recv(4096)
             assert b"200 OK" in few.recv(4096)

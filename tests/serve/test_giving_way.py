@@ -37,7 +37,6 @@ class Watched:
     gave_way: dict[str, int] = field(default_factory=dict)
     steps: dict[str, int] = field(default_factory=dict)
     meanwhile: Callable[[Job], None] = lambda job: None
-    warnings: list[str] = field(default_factory=list)
     _ends: queue.SimpleQueue[tuple[str, Event]] = field(default_factory=queue.SimpleQueue)
     _now: str = "keeping"
     _started: bool = False
@@ -88,8 +87,7 @@ class Watched:
 
 @contextmanager
 def watched(store: Path, patch: pytest.MonkeyPatch) -> Iterator[Watched]:
-    warnings: list[str] = []
-    made = Watched(Engine(store, ModelOptions(), lambda text, hint: warnings.append(text)), warnings=warnings)
+    made = Watched(Engine(store, ModelOptions(), lambda text, hint: None))
     made.watch(patch)
     try:
         yield made
@@ -107,26 +105,20 @@ def text_of(event: Event) -> str:
     return event.text
 
 
-def test_an_answer_goes_on_between_the_layers_of_anothers_prompt(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fusion", ["full", "blend", "epic", "infoflow", "union"])
+def test_an_answer_goes_on_between_the_layers_of_anothers_prompt(
+    ready: Path, monkeypatch: pytest.MonkeyPatch, fusion: str
+) -> None:
+    options = QueryOptions(max_tokens=6, fusion=fusion)
     with watched(ready, monkeypatch) as one:
-        ends = one.asked((QUESTION, LONG), (OTHER, SHORT))
+        ends = one.asked((QUESTION, LONG), (OTHER, options))
     assert one.gave_way[OTHER] >= LAYERS
     assert one.steps[OTHER] == one.gave_way[OTHER]  # one before each layer, and none before the first prompt's
     assert QUESTION not in one.steps
     assert text_of(ends[QUESTION]) == alone(ready, QUESTION, LONG)
-    assert text_of(ends[OTHER]) == alone(ready, OTHER, SHORT)
+    assert text_of(ends[OTHER]) == alone(ready, OTHER, options)
     assert isinstance(ends[OTHER], Answer)
     assert ends[OTHER].others_ms > 0
-
-
-@pytest.mark.parametrize("fusion", ["blend", "epic", "infoflow", "union"])
-def test_every_mode_answers_as_alone(ready: Path, monkeypatch: pytest.MonkeyPatch, fusion: str) -> None:
-    options = QueryOptions(max_tokens=6, fusion=fusion)
-    with watched(ready, monkeypatch) as one:
-        ends = one.asked((QUESTION, LONG), (OTHER, options))
-    assert one.steps[OTHER] >= LAYERS
-    assert text_of(ends[QUESTION]) == alone(ready, QUESTION, LONG)
-    assert text_of(ends[OTHER]) == alone(ready, OTHER, options)
 
 
 def test_an_answer_that_ends_in_anothers_prompt_is_told_at_once(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,11 +122,13 @@ def test_many_shells_start_one_engine(store: Path) -> None:
 
 
 def test_a_killed_engine_blocks_nothing(store: Path) -> None:
-    engine = engine_of(store)
-    kill(engine)
+    before = engine_of(store)
+    kill(before)
     assert engines() == []
     assert socket_path(store).exists()
-    assert engine_of(store).pid != engine.pid
+    now = engine_of(store)
+    before.end()  # which waits for no other
+    assert [each.pid for each in kept_engines()] == [now.pid] != [before.pid]
 
 
 def test_commands_that_look_at_once_are_no_engine(store: Path) -> None:
@@ -135,14 +137,6 @@ def test_commands_that_look_at_once_are_no_engine(store: Path) -> None:
     kill(engine)
     with ThreadPoolExecutor(4) as threads:
         assert not any(threads.map(lambda _: kept_engines(), range(2000)))
-
-
-def test_an_engine_that_has_ended_is_not_waited_for_where_another_runs(store: Path) -> None:
-    before = engine_of(store)
-    kill(before)
-    now = engine_of(store)
-    before.end()
-    assert [each.pid for each in kept_engines()] == [now.pid]
 
 
 @pytest.mark.slow
@@ -279,15 +273,13 @@ def test_the_model_stays_loaded_for_a_person_at_a_terminal(store: Path) -> None:
     wait_until(lambda: engines()[0]["requests"] == 2)
 
 
-@pytest.mark.parametrize("without", ["stdin", "stdout", "stderr"])
-def test_nothing_stays_loaded_where_a_stream_is_no_terminal(store: Path, without: str) -> None:
-    at_terminal(*asked(store), without=without)
-    assert engines() == []
-
-
-@pytest.mark.parametrize("more", ["--json", "--jsonl", "--explain", "--compare epic", "--keep-alive 0"])
-def test_nothing_stays_loaded_after_questions_of_programs(store: Path, more: str) -> None:
-    at_terminal(*asked(store, *more.split()))
+@pytest.mark.parametrize(
+    ("more", "without"),
+    [(option, "") for option in ("--json", "--jsonl", "--explain", "--compare epic", "--keep-alive 0")]
+    + [("", stream) for stream in ("stdin", "stdout", "stderr")],
+)
+def test_nothing_stays_loaded_after_questions_of_programs(store: Path, more: str, without: str) -> None:
+    at_terminal(*asked(store, *more.split()), without=without)
     assert engines() == []
 
 
@@ -318,16 +310,6 @@ def test_an_engine_of_other_code_is_replaced(store: Path, monkeypatch: pytest.Mo
     assert engine_of(store).pid != engine.pid
 
 
-def test_an_ingest_is_answered_from(store: Path, tiny: Path, tmp_path: Path) -> None:
-    engine = engine_of(store)
-    (tmp_path / "note.md").write_text("# A note\n\nThe zeppelin was built by nobody at all.\n")
-    kvtool("ingest", tmp_path / "note.md", "--store", store, "--model", tiny, *CHUNKS).fine()
-    at = ("query", "Who built the zeppelin?", "--store", store, *SHORT, "--top-k", "1", "--json")
-    assert [Path(chunk["source"]).name for chunk in kvtool(*at).fine().json["chunks"]] == ["note.md"]
-    wait_until(lambda: kept_engines()[0].requests == 2)
-    assert [each.pid for each in kept_engines()] == [engine.pid]
-
-
 def test_ctrl_c_leaves_the_engine_to_the_next_question(store: Path) -> None:
     shell = subprocess.Popen(command(*asked(store, *KEEP)), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     wait_until(kept_engines)
@@ -344,12 +326,6 @@ def test_what_it_cannot_do_is_refused(store: Path, more: tuple[str, ...], monkey
         monkeypatch.setenv("KVTOOL_SERVER", "no")
     kvtool(*asked(store, *KEEP, *more)).failed(2, "--keep-alive is for one question")
     assert engines() == []
-
-
-def test_another_model_is_answered_here(store: Path) -> None:
-    engine = engine_of(store)
-    kvtool(*asked(store, "--dtype", "bfloat16", *KEEP)).fine()
-    assert [each.pid for each in kept_engines()] == [engine.pid]
 
 
 def test_an_error_starts_nothing(store: Path, home: Path, tmp_path: Path) -> None:

@@ -1,5 +1,3 @@
-"""The server as the `openai` client sees it."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -16,19 +14,6 @@ from tests.cli.working import QUESTION, chunks_of
 from tests.serve.conftest import KEY, PATIENCE, Served, serving
 
 ASKED = [{"role": "user", "content": QUESTION}]
-REFUSED: list[tuple[str, Any]] = [
-    ("top_logprobs", 3),  # which needs `logprobs`
-    ("logprobs", "yes"),
-    ("response_format", {"type": "grammar"}),
-    ("tools", [{"type": "custom", "custom": {"name": "look"}}]),
-    ("tool_choice", "required"),
-    ("top_p", 1.5),
-    ("logit_bias", {"the": 1}),
-    ("logit_bias", {"5": 101}),
-    ("logit_bias", {"5": "much"}),
-    ("logit_bias", {"99999999": 1}),
-    ("max_tokens", 0),
-]
 
 
 def client_of(served: Served, key: str = KEY) -> openai.OpenAI:
@@ -111,13 +96,6 @@ def test_sentences_are_cited(client: openai.OpenAI, says: Callable[[str], None])
     assert last.model_extra["kvtool"]["citations"] == [first, second]
 
 
-def test_a_stop_ends_an_answer(client: openai.OpenAI, expected: str) -> None:
-    middle = next(letter for letter in expected[len(expected) // 2 :] if letter != "\ufffd")
-    done = client.chat.completions.create(model="tiny", messages=ASKED, stop=[middle])
-    assert done.choices[0].message.content == expected[: expected.index(middle)].rstrip("\ufffd").strip()
-    assert done.choices[0].finish_reason == "stop"
-
-
 def test_a_loop_is_a_stop(client: openai.OpenAI, says: Callable[[str], None]) -> None:
     once = "The mill was built by Anna Reeve, who came from Brennick with two mules."
     says(f"{once} " * 4)
@@ -130,27 +108,6 @@ def test_a_loop_is_a_stop(client: openai.OpenAI, says: Callable[[str], None]) ->
     assert (last.choices[0].finish_reason, last.model_extra["kvtool"]["finish"]) == ("stop", "repeat")
     done = client.chat.completions.create(**asked, extra_body={"kvtool": {"stop_repeats": False}})
     assert done.choices[0].message.content.count(once) == 4
-
-
-def test_samples_are_drawn_by_their_seed(client: openai.OpenAI) -> None:
-    def say(seed: int) -> str | None:
-        done = client.chat.completions.create(model="tiny", messages=ASKED, temperature=1.5, seed=seed)
-        return done.choices[0].message.content
-
-    assert say(1) == say(1)
-    assert len({say(seed) for seed in range(4)}) > 1
-
-
-def test_what_was_said_before_stands_in_the_prompt(client: openai.OpenAI) -> None:
-    def tokens(*messages: Any) -> int:
-        own = {"kvtool": {"documents": ["mill2.md"]}}
-        done = client.chat.completions.create(model="tiny", messages=messages, max_tokens=1, extra_body=own)
-        return done.model_extra["kvtool"]["tokens"]["prompt"]
-
-    before = {"role": "user", "content": "Who built the first mill?"}, {"role": "assistant", "content": "baker A"}
-    assert tokens(*before, *ASKED) > tokens(*ASKED)
-    parts = [{"type": "text", "text": QUESTION}]
-    assert tokens({"role": "user", "content": parts}) == tokens(*ASKED)
 
 
 def test_models(client: openai.OpenAI) -> None:
@@ -167,10 +124,8 @@ def test_errors_are_the_clients_own(client: openai.OpenAI, served: Served) -> No
     for wrong in ({"fusion": "glue"}, {"topk": 3}, {"chunks": ["00" * 20]}, {"chunks": ["a"], "documents": ["b"]}):
         with pytest.raises(openai.BadRequestError):
             client.chat.completions.create(model="tiny", messages=ASKED, extra_body={"kvtool": wrong})
-    for name, value in REFUSED:
-        with pytest.raises(openai.BadRequestError, match=name) as refused:
-            client.chat.completions.create(model="tiny", messages=ASKED, **{name: value})
-        assert "--" not in refused.value.message
+    with pytest.raises(openai.BadRequestError, match="logit_bias"):
+        client.chat.completions.create(model="tiny", messages=ASKED, logit_bias={"99999999": 1})
     with pytest.raises(openai.BadRequestError, match="logprobs"):
         client.completions.create(model="tiny", prompt=QUESTION, logprobs=0)
     for nothing in ([], [{"role": "assistant", "content": "I"}], [{"role": "user", "content": " "}]):
@@ -298,7 +253,3 @@ def test_embeddings_where_there_is_an_embedder(store: Path, built: Path, static_
         assert sum(number**2 for number in plain.data[0].embedding) == pytest.approx(1, abs=1e-5)
         with pytest.raises(openai.BadRequestError):
             client.embeddings.create(model=model, input=[])
-        served.engine._embedder = None
-        with served.client as browser:
-            assert browser.get("/v1/search", params={"q": QUESTION}).json()["chunks"]
-        assert served.engine._embedder is not None  # which a search has loaded, and the next one finds

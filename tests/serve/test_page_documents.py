@@ -1,5 +1,3 @@
-"""Documents on the page of a server, in Chromium: list, upload, removal."""
-
 from __future__ import annotations
 
 import shutil
@@ -48,12 +46,8 @@ def test_documents_are_sent_found_and_removed(store: Path, tmp_path: Path, open_
         page = open_page(served.url)
         page.locator("#list li").first.wait_for()
         files = [
-            {"name": "수로.md", "mimeType": "text/markdown", "buffer": "수로는 1830년에 완공되었다. ".encode() * 40},
-            {
-                "name": "<img src=x onerror=alert(1)>.md",
-                "mimeType": "text/markdown",
-                "buffer": b"# <b>Bold</b>\n\nText.",
-            },
+            text_file("수로.md", "수로는 1830년에 완공되었다. " * 40),
+            text_file("<img src=x onerror=alert(1)>.md", "# <b>Bold</b>\n\nText."),
             {"name": "none.zzz", "mimeType": "application/octet-stream", "buffer": bytes(range(256))},
         ]
         page.locator("#files").set_input_files(files)
@@ -135,9 +129,7 @@ def test_a_failed_file_says_why_and_the_list_is_closed(store: Path, tmp_path: Pa
             "fake.eml damaged, or not what its name says",
             "rows.jsonl no line has a text",
         ]
-        box = page.locator("#list").bounding_box()
-        assert box is not None
-        assert box["y"] < 600
+        assert (page.locator("#list").bounding_box() or {})["y"] < 600
         page.locator("#close-sent").click()
         assert page.locator("#sent").is_hidden()
         page.locator("#files").set_input_files([text_file("mill.md", "Another text.")])
@@ -155,12 +147,8 @@ def test_names_that_are_the_same_are_told_apart(store: Path, tmp_path: Path, ope
         names = page.locator("#list .name").all_inner_texts()
         assert names == sorted(names, key=str.lower)
         rows = page.locator("#list li", has_text="Aqueduct.md")
-        assert [
-            f"in {folder}" in row for folder, row in zip(("east", "west"), rows.all_inner_texts(), strict=True)
-        ] == [
-            True,
-            True,
-        ]
+        for folder, row in zip(("east", "west"), rows.all_inner_texts(), strict=True):
+            assert f"in {folder}" in row
         assert "in " not in page.locator("#list li").last.inner_text()
         rows.first.locator("summary").click()
         assert rows.first.locator(".path").inner_text() == str(tmp_path / "east" / "Aqueduct.md")
@@ -176,9 +164,7 @@ def test_a_server_without_key_and_documents(tiny: Path, tmp_path: Path, open_pag
         note = answer(page, 1).locator(".note.wrong", has_text="No documents yet: add some under “Documents”.")
         note.wait_for()
         assert str(store) not in page.locator("body").inner_text()
-        page.locator("#files").set_input_files(
-            [{"name": "mill.md", "mimeType": "text/markdown", "buffer": b"The third mill was built by baker A."}]
-        )
+        page.locator("#files").set_input_files([text_file("mill.md")])
         page.locator("#documents-said", has_text="1 of 1 file stored").wait_for()
         assert page.locator("#model").inner_text() == "tiny"
         page.locator("#language").focus()

@@ -6,6 +6,8 @@ import json
 import os
 import socket
 import stat
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +20,7 @@ import pytest
 from kvtool.cli import query
 from kvtool.serve import app, unix_socket
 from kvtool.serve.unix_socket import connect, leave, listen, socket_path
-from tests.cli.working import CHUNKS, QUESTION, SHORT, Done, kvtool, process
+from tests.cli.working import QUESTION, SHORT, Done, environment, kvtool
 from tests.serve.conftest import Served, metrics_in, of_shell, serving, turned, wait_until
 
 IMPORTED = """
@@ -30,14 +32,6 @@ print(len(sys.modules), [name for name in %s if name in sys.modules], file=sys.s
 # None of them takes part in asking a server, and each takes long to import.
 UNUSED = ("torch", "transformers", "numpy", "starlette", "pydantic", "lmdb", "kvtool.core.corpus.readers")
 MOST_MODULES = 320  # 280 when this was written
-
-
-@pytest.fixture
-def only_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*_: object) -> Any:
-        raise AssertionError("the model was to be loaded here")
-
-    monkeypatch.setattr(query, "open_any_store", never)
 
 
 @pytest.fixture
@@ -55,8 +49,7 @@ def facts(done: Done) -> dict[str, Any]:
     return row
 
 
-@pytest.mark.usefixtures("only_the_server")
-def test_the_server_answers_with_all_options(served: Served, ready: Path) -> None:
+def test_the_server_answers_with_all_options(served: Served, ready: Path, here: list[bool]) -> None:
     asked = ("query", QUESTION, "--store", ready)
     said = kvtool(*asked, *SHORT).fine()
     assert "union: first token after" in said.err
@@ -69,6 +62,7 @@ def test_the_server_answers_with_all_options(served: Served, ready: Path) -> Non
     assert "round 1: 1 chunk" in rounds.err
     kvtool("query", "zzyzx", "--store", ready).failed(1, "no chunk matches")
     kvtool(*asked, "--documents", "nowhere.txt", "--json").failed(2, "nowhere.txt")
+    assert not here
 
 
 def test_an_answer_is_the_same_with_a_server_and_without(
@@ -120,11 +114,6 @@ def test_a_shell_that_leaves_is_noted(store: Path) -> None:
 
 
 def test_the_shell_imports_no_model(served: Served, ready: Path) -> None:
-    import subprocess
-    import sys
-
-    from tests.cli.working import environment
-
     command = [sys.executable, "-c", IMPORTED % repr(UNUSED), "query", QUESTION, "--store", str(ready), *SHORT]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120, check=True)
     count, _, unused = done.stderr.splitlines()[-1].partition(" ")
@@ -283,7 +272,6 @@ def answering(store: Path, data: bytes) -> Iterator[None]:
 
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/x-ndjson\r\nConnection: close\r\n\r\n"
-BUSY = b"HTTP/1.1 429 Busy\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
 @pytest.mark.parametrize(
@@ -312,10 +300,3 @@ def test_a_server_that_ends_within_an_answer(store: Path) -> None:
     assert done.code == 1
     assert done.out.startswith("The mill")
     assert "within the answer" in done.err
-
-
-def test_a_first_store_needs_no_server(tiny: Path, built: Path, tmp_path: Path) -> None:
-    place = ("--store", tmp_path / "none")
-    assert process("query", QUESTION, *place).code == 10
-    kvtool("ingest", built / "corpus", *place, "--model", tiny, *CHUNKS).fine()
-    assert not socket_path(tmp_path / "none").exists()

@@ -55,9 +55,6 @@ def is_closed(made: socket.socket) -> bool:
     return True
 
 
-# ---- clients that do not read ----
-
-
 def test_a_client_that_reads_by_the_byte_delays_nobody(ready: Path) -> None:
     """Others' answers come whole while most of its own has not left the server."""
     # It reads so little that nothing more is sent to it for seconds: on a busy machine for more than a client is given.
@@ -90,9 +87,6 @@ def test_who_does_not_read_is_given_up(ready: Path) -> None:
         assert is_closed(reader)
         is_up(served)
     assert served.warnings == []
-
-
-# ---- clients that stop in the middle ----
 
 
 @pytest.mark.parametrize(
@@ -145,9 +139,6 @@ def test_a_body_that_is_too_long_is_not_waited_for(ready: Path, how: str) -> Non
     assert served.warnings == []
 
 
-# ---- clients that hang up ----
-
-
 def reset(made: socket.socket) -> None:
     """Hang up as the system of a killed process does that had not read everything."""
     made.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -172,9 +163,6 @@ def test_ten_killed_clients(ready: Path, leave: Callable[[socket.socket], None])
     assert served.warnings == []
 
 
-# ---- several at once ----
-
-
 def test_requests_that_do_not_wait_for_each_others_answers(served: Served) -> None:
     data = json.dumps(body(max_tokens=2)).encode()
     ask = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n{JSON}\r\nContent-Length: {len(data)}\r\n"
@@ -188,51 +176,36 @@ def test_requests_that_do_not_wait_for_each_others_answers(served: Served) -> No
     assert read.count(b'"object":"chat.completion"') == 3
 
 
-# ---- numbers, names and letters ----
+WRONG = [
+    '"max_tokens": 1e999',
+    '"temperature": 1e999',
+    f'"seed": {10**30}',
+    f'"seed": {"9" * 5000}',
+    f'"max_tokens": {-(10**30)}',
+    '"seed": 1, "seed": 2',
+    '"kvtool": {"top_k": 1, "top_k": 2}',
+    f'"kvtool": {{"ratio": {10**400}}}',
+    '"stop": ["' + "\\\\ud800" + '", 1]',
+]
+ODD = [
+    f'"max_tokens": 2, "kvtool": {{"top_k": {10**30}}}',
+    '"max_tokens": 2, "kvtool": {"source": ["\\ud800"]}, "stop": ["\\ud800"]',
+    '"max_tokens": 2, "kvtool": {"documents": ["\\ud800"]}',
+    '"max_tokens": 2, "kvtool": {"chunks": ["\\u0000", ""]}',
+    f'"max_tokens": {10**30}, "stop": ["e", "a", " "]',
+    '"max_tokens": 2, "messages": [{"role": "user", "content": "mill \\ud800 \\u0000 third"}]',
+    f'"max_tokens": 2, "temperature": {10**300}',
+    '"max_tokens": 2, "temperature": 1e-320',
+]
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        '"max_tokens": 1e999',
-        '"temperature": 1e999',
-        f'"seed": {10**30}',
-        f'"seed": {"9" * 5000}',
-        f'"max_tokens": {-(10**30)}',
-        '"seed": 1, "seed": 2',
-        '"kvtool": {"top_k": 1, "top_k": 2}',
-        f'"kvtool": {{"ratio": {10**400}}}',
-        '"stop": ["' + "\\\\ud800" + '", 1]',
-    ],
-)
-def test_numbers_and_names_that_cannot_be_meant(served: Served, more: str) -> None:
-    data = json.dumps(body())[:-1] + ", " + more + "}"
-    with served.client as client:
-        answer = client.post(CHAT, content=data, headers={"Content-Type": "application/json"})
-    assert answer.status_code in (400, 404), answer.text
-    assert answer.json()["error"]["message"]
-    assert "bug" not in answer.text
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        f'"max_tokens": 2, "kvtool": {{"top_k": {10**30}}}',
-        '"max_tokens": 2, "kvtool": {"source": ["\\ud800"]}, "stop": ["\\ud800"]',
-        '"max_tokens": 2, "kvtool": {"documents": ["\\ud800"]}',
-        '"max_tokens": 2, "kvtool": {"chunks": ["\\u0000", ""]}',
-        f'"max_tokens": {10**30}, "stop": ["e", "a", " "]',
-        '"max_tokens": 2, "messages": [{"role": "user", "content": "mill \\ud800 \\u0000 third"}]',
-        f'"max_tokens": 2, "temperature": {10**300}',
-        '"max_tokens": 2, "temperature": 1e-320',
-    ],
-)
+@pytest.mark.parametrize("more", [*WRONG, *ODD])
 def test_odd_values_end_in_an_answer_or_a_reason(served: Served, more: str) -> None:
-    rest = {} if "messages" in more else body()
-    data = (json.dumps(rest)[:-1] + ", " + more + "}").replace("{, ", "{")
+    data = more if '"messages"' in more else f'"messages": {json.dumps(body()["messages"])}, {more}'
     with served.client as client:
-        answer = client.post(CHAT, content=data, headers={"Content-Type": "application/json"})
-    assert answer.status_code in (200, 400, 404), answer.text
+        answer = client.post(CHAT, content=f"{{{data}}}", headers={"Content-Type": "application/json"})
+    assert answer.status_code in (400, 404) or (more in ODD and answer.status_code == 200), answer.text
+    assert answer.status_code == 200 or answer.json()["error"]["message"]
     assert "bug" not in answer.text
     assert served.warnings == []
 

@@ -5,7 +5,6 @@ What it says is up to a grammar: without one it would never call anything.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -147,36 +146,6 @@ def test_schemas_and_results_of_ollama(served: Served) -> None:
         assert later.eval_count == 4 or later.done_reason == "stop"
 
 
-def test_an_agent_calls_its_function(served: Served) -> None:
-    """`openai-agents`, by responses and by chat: the forced call is carried out, and its result goes into an answer."""
-    agents = pytest.importorskip("agents")
-    agents.set_tracing_disabled(True)
-    seen: list[tuple[int, str]] = []
-
-    @agents.function_tool
-    def look_up(mill: int, how: str) -> str:
-        """Look a mill up."""
-        seen.append((mill, how))
-        return "Baker B. built it."
-
-    look_up.params_json_schema = SCHEMA
-
-    async def run(kind: Any) -> Any:
-        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key=KEY, timeout=PATIENCE) as client:
-            settings = agents.ModelSettings(tool_choice="required", max_tokens=200)
-            model = kind(model="tiny", openai_client=client)
-            agent = agents.Agent(
-                name="miller", instructions="Be short.", tools=[look_up], model=model, model_settings=settings
-            )
-            return await agents.Runner.run(agent, QUESTION, max_turns=3)
-
-    for count, kind in enumerate((agents.OpenAIResponsesModel, agents.OpenAIChatCompletionsModel), 1):
-        done = asyncio.run(run(kind))
-        assert len(seen) == count
-        assert [type(item).__name__ for item in done.new_items][:2] == ["ToolCallItem", "ToolCallOutputItem"]
-        assert done.new_items[1].output == "Baker B. built it."
-
-
 def test_passages_of_a_client_are_reused_beside_tools(chat: Any, served: Served, ready: Path) -> None:
     with kvtool.open(ready) as cache:
         passages = "\n\n".join(chunk.text for chunk in cache.query(QUESTION, max_tokens=1).chunks)
@@ -190,14 +159,6 @@ def test_passages_of_a_client_are_reused_beside_tools(chat: Any, served: Served,
     assert after["tokens"]["prompt"] > before["tokens"]["prompt"] + 100  # the description of the tools
     assert "turn" not in after  # nothing was retrieved, and no conversation was made
     assert after["tokens"]["reused"] > 0
-
-
-def test_what_is_no_call_is_streamed_as_without_tools(chat: Any) -> None:
-    asked: dict[str, Any] = {"model": "tiny", "messages": [ASKED], "tools": TOOLS, "max_tokens": 24}
-    done = chat.chat.completions.create(**asked)
-    streamed = chat.chat.completions.create(stream=True, **asked)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == done.choices[0].message.content
-    assert done.choices[0].message.content
 
 
 def linked(count: int, *between: dict[str, Any]) -> dict[str, Any]:

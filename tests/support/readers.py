@@ -21,7 +21,8 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,13 +40,15 @@ MODES = ("union", "reuse", "epic")
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How many answers of how many revisions there were, and commits meanwhile; what differed, which readers failed."""
+    """Numbers of answers, of their revisions, and of commits meanwhile; answers that differed, readers that failed."""
 
     answers: int
     revisions: int
     commits: int
-    differences: list[str]
-    failures: list[str]
+    wrong: list[str]
+
+    def __str__(self) -> str:
+        return f"{self.answers} answers of {self.revisions} revisions, {self.commits} commits"
 
 
 # ---- one reader --------------------------------------------------------------------------------------------------
@@ -71,6 +74,28 @@ def facts(reply: Any) -> dict[str, Any]:
     logits = hashlib.blake2b(reply.fused.logits.numpy().tobytes(), digest_size=16).hexdigest()
     chunks = [[chunk.id, chunk.source, chunk.start, chunk.end, chunk.line, chunk.status] for chunk in reply.chunks]
     return {"answer": reply.answer, "chunks": chunks, "tokens": reply.tokens, "logits": logits}
+
+
+def ask_from_threads(store: Path, rounds: int) -> tuple[str, list[str]]:
+    """Ask one session from four threads; return how many answers there were, and which differ from the serial ones."""
+    import torch
+
+    import kvtool
+    from kvtool.core.fusion.selectors import FUSIONS
+
+    asked = [(question, mode) for question in QUESTIONS[:3] for mode in FUSIONS]
+    torch.set_num_threads(1)
+    with kvtool.open(store, offline=True) as cache:
+
+        def answer(one: tuple[str, str]) -> dict[str, Any]:
+            return facts(cache.query(one[0], fusion=one[1], **ASKED))
+
+        cache.query(QUESTIONS[0], fusion="auto", max_tokens=1)  # the machine is measured
+        serial = {one: answer(one) for one in asked}
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(answer, asked * rounds))
+    wrong = [f"{one} differs" for one, reply in zip(asked * rounds, found, strict=True) if reply != serial[one]]
+    return f"{len(found)} answers in {len(FUSIONS)} modes", wrong
 
 
 # ---- the writer --------------------------------------------------------------------------------------------------
@@ -165,17 +190,21 @@ def chunks_of_documents(store: Store) -> set[bytes]:
 # ---- all together ------------------------------------------------------------------------------------------------
 
 
-def run(
-    store: Path, corpus: Path, work: Path, processes: int = 4, questions: int = 200, say: Callable[[str], None] = print
-) -> Outcome:
-    """Ask a store of :func:`write_corpus` from several processes while this one changes it, and compare."""
-    outs = [work / f"reader-{number}.jsonl" for number in range(processes)]
+def run(folder: Path, model: str, processes: int = 4, questions: int = 200) -> Outcome:
+    """Make a store in a new folder, ask it from several processes while this one changes it, and compare."""
+    from kvtool.core.ingest.job import ingest
+    from kvtool.core.ingest.options import IngestOptions
+
+    corpus, store = folder / "corpus", folder / "store"
+    write_corpus(corpus)
+    ingest(store, IngestOptions(paths=(corpus,), model=model, chunk_tokens=64, lead_in="prefix"))
+    outs = [folder / f"reader-{number}.jsonl" for number in range(processes)]
     commands = [
         [sys.executable, __file__, "--ask", str(store), str(questions), str(number)] for number in range(processes)
     ]
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with contextlib.ExitStack() as stack:
-        stack.enter_context(copies_of(store, work / "copies"))
+        stack.enter_context(copies_of(store, folder / "copies"))
         readers = [
             subprocess.Popen(
                 command,
@@ -193,16 +222,15 @@ def run(
             for reader in readers:
                 reader.kill()
                 reader.wait()
-    failures = [
+    wrong = [
         f"reader {number}: {out.with_suffix('.err').read_text()[-500:]}"
         for number, (out, reader) in enumerate(zip(outs, readers, strict=True))
         if reader.returncode
     ]
     rows = [json.loads(line) for out in outs for line in out.read_text().splitlines()]
-    say(f"{len(rows)} answers; asking {len({row['revision'] for row in rows})} idle copies")
-    differences = list(compare(rows, work / "copies"))
-    commits = sum(path.name.isdecimal() for path in (work / "copies").iterdir()) - 1
-    return Outcome(len(rows), len({row["revision"] for row in rows}), commits, differences, failures)
+    wrong += compare(rows, folder / "copies")
+    commits = sum(path.name.isdecimal() for path in (folder / "copies").iterdir()) - 1
+    return Outcome(len(rows), len({row["revision"] for row in rows}), commits, wrong)
 
 
 def compare(rows: list[dict[str, Any]], copies: Path) -> Iterator[str]:
@@ -257,21 +285,9 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--questions", type=int, default=200)
     given = parser.parse_args()
-    given.folder.mkdir(parents=True)
-    write_corpus(given.folder / "corpus")
-    from kvtool.core.ingest.job import ingest
-    from kvtool.core.ingest.options import IngestOptions
-
-    options = IngestOptions(paths=(given.folder / "corpus",), model=given.model, chunk_tokens=64, lead_in="prefix")
-    ingest(given.folder / "store", options)
-    outcome = run(given.folder / "store", given.folder / "corpus", given.folder, given.processes, given.questions)
-    for line in (*outcome.failures, *outcome.differences):
-        print(line)
-    print(
-        f"{outcome.answers} answers of {outcome.revisions} revisions beside {outcome.commits} commits: "
-        f"{len(outcome.differences)} differ, {len(outcome.failures)} readers failed"
-    )
-    return 1 if outcome.differences or outcome.failures else 0
+    outcome = run(given.folder, given.model, given.processes, given.questions)
+    print("\n".join([*outcome.wrong, str(outcome)]))
+    return 1 if outcome.wrong else 0
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-SECONDS = 60.0
 _LOST_POOL = "Invalid thread pool!"
+Outcome = tuple[str, list[str]]  # what came of a fault, and what of it is wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,12 @@ class Ended:
     value: Any = None
     trouble: str = ""
 
+    @property
+    def why(self) -> str:
+        return self.killed_by or self.trouble[-1500:]
 
-def in_child(work: Callable[[], Any], seconds: float = SECONDS, kill_after: float | None = None) -> Ended:
+
+def in_child(work: Callable[[], Any], seconds: float = 60.0, kill_after: float | None = None) -> Ended:
     """Run `work`, whose result must be JSON, in a child of this process.
 
     About once in a thousand forks torch has lost its pool of threads in the child, which fails at its first product;
@@ -71,7 +75,7 @@ def _child(work: Callable[[], Any], into: int) -> None:
 
 def _read(handle: int, deadline: float) -> tuple[bytes, bool]:
     """All that is written, and whether that took too long."""
-    parts = []
+    parts: list[bytes] = []
     with os.fdopen(handle, "rb", buffering=0) as file:
         while (left := deadline - time.monotonic()) > 0:
             if select.select([file], [], [], left)[0]:

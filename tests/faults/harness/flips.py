@@ -1,4 +1,4 @@
-"""Part A: a fault, then everything is verified, read and asked; compared with the same of the sound subject."""
+"""A fault, then everything is verified, read and asked; compared with the same of the sound subject."""
 
 from __future__ import annotations
 
@@ -8,31 +8,16 @@ import json
 import os
 import shutil
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from kvtool.core.cache.integrity import verify_here
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import KvtoolError
-from tests.faults.harness.children import Ended, in_child
+from tests.faults.harness.children import Outcome, in_child
 from tests.faults.harness.injury import Fault, flip_bit
 from tests.faults.harness.reading import REPORTED, Facts, Known, ask_all, compare, read_all
 from tests.faults.harness.subject import Subject, copy, decoder_of
-
-WRONG = ("wrong tensor", "wrong passage", "crash", "unexpected error", "not noticed")
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The outcome of a fault: one of `WRONG`, or "reported", "made anew" or "no effect", and the words about it."""
-
-    fault: Fault
-    what: str
-    why: str = ""
-
-    @property
-    def wrong(self) -> bool:
-        return self.what in WRONG
 
 
 class Range:
@@ -57,8 +42,7 @@ class Range:
         for dice in range(self._decoded):
             ended = in_child(lambda dice=dice: asdict(self._read(part, dice)))
             if ended.value is None or ended.value["said"]:
-                said = ended.value["said"] if ended.value else ended.trouble
-                raise RuntimeError(f"the sound {part} is not sound: {ended.killed_by} {said}")
+                raise RuntimeError(f"the sound {part} is not sound: {ended.why} {ended.value}")
             facts.tensors |= ended.value["tensors"]
             facts.passages |= ended.value["passages"]
         return facts
@@ -71,31 +55,20 @@ class Range:
         fault.strike(where)
         checked = in_child(lambda: self._verify(fault.part))
         read = in_child(lambda: asdict(self._read(fault.part, number)))
-        what, why = self._judge(fault, where, checked, read)
-        return Outcome(fault, what, why)
-
-    def _judge(self, fault: Fault, where: Path, checked: Ended, read: Ended) -> tuple[str, str]:
-        if read.killed_by:
-            return "crash", read.killed_by
         for ended in (read, checked):
-            if ended.trouble:
-                return "unexpected error", ended.trouble
+            if ended.trouble or read.killed_by:
+                return "crash", [f"{fault}: {ended.why}"]
         found = Facts(**read.value)
-        wrong_tensors, wrong_passages, missing = compare(self.truth[fault.part], found)
-        if wrong_tensors:
-            return "wrong tensor", ", ".join(wrong_tensors[:3])
-        if wrong_passages:
-            return "wrong passage", ", ".join(wrong_passages[:3])
-        verified = [f"verify ended by {checked.killed_by}"] if checked.killed_by else checked.value
-        if found.said or verified:
-            return "reported", (found.said or (*verified, ""))[0]
-        if missing:
-            return "reported", f"{missing} missed"
+        wrong, missing = compare(self.truth[fault.part], found)
+        if wrong:
+            return "wrong", [f"{fault}: {', '.join(wrong[:3])}"]
+        if found.said or missing or checked.killed_by or checked.value:
+            return "reported", []
         if not fault.live:
-            return "no effect", "nothing is kept there"
+            return "no effect", []
         if _replaced(fault, getattr(self.subject, fault.part), where):
-            return "made anew", ""
-        return "not noticed", ""
+            return "made anew", []
+        return "not noticed", [str(fault)]
 
     # ---- in the child ----
 

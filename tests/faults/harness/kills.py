@@ -1,22 +1,34 @@
-"""Part B: `kill -9` at a random moment of each command; what is there then, and that the next run completes."""
+"""Each command is ended at a random moment: by `kill -9`, a limit of a file's size, a full disk. What is there then is
+whole, and the next run completes it."""
 
 from __future__ import annotations
 
+import os
 import random
+import resource
 import shutil
+import signal
+import subprocess
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import ClassVar, Self
 
-from tests.faults.harness.children import Ended, in_child
+from kvtool.core.errors import EXIT_NO_SPACE
+from tests.faults.harness.children import Ended, Outcome, in_child
 from tests.faults.harness.works import Bases, Kept, Work, committed, kept_in, leftovers, make_old, size_of
 
 _COMPARED = ("document ", "level ", "stretch ", "answer ")
 _TRIES = 25  # runs for each kill that is wanted: some end before it comes
-SECONDS = 180.0
+_SECONDS = 180.0
 
 
-class Killing:
-    """A command that is killed again and again, each time from its start."""
+class Trial:
+    """A command that is ended again and again, each time from its start."""
+
+    title: ClassVar[str]
 
     def __init__(self, bases: Bases, work: Work, place: Path) -> None:
         self.bases, self.work, self.place = bases, work, place
@@ -29,6 +41,19 @@ class Killing:
         if self.end.wrong or wrong:
             raise RuntimeError(f"{work.name} undisturbed: {self.end.wrong} {wrong}")
 
+    @classmethod
+    @contextmanager
+    def opened(cls, bases: Bases, work: Work, place: Path) -> Iterator[Self]:
+        yield cls(bases, work, place)
+        shutil.rmtree(place)
+
+    @classmethod
+    def can_be(cls) -> bool:
+        return True
+
+    def strike(self, dice: random.Random) -> Outcome:
+        raise NotImplementedError
+
     def _start(self) -> Kept:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
@@ -38,29 +63,17 @@ class Killing:
 
     def _kept(self) -> Kept:
         ended = in_child(lambda: kept_in(self.work, self.folder, self.place / "pulled"))
-        if ended.value is None:
-            return Kept({}, [], [ended.killed_by or ended.trouble[-600:]])
-        return Kept(**ended.value)
+        return Kept({}, [], [ended.why]) if ended.value is None else Kept(**ended.value)
 
     def _run(self, kill_after: float | None = None) -> Ended:
-        return in_child(lambda: self.work.run(self.bases, self.folder, self.told), SECONDS, kill_after)
+        return in_child(lambda: self.work.run(self.bases, self.folder, self.told), _SECONDS, kill_after)
 
     def _complete(self) -> list[str]:
         ended = self._run()
-        return [] if ended.value == 0 else [ended.killed_by or ended.trouble[-600:]]
-
-    def kill(self, dice: random.Random) -> list[str] | None:
-        """Kill the command at work, and return what is wrong then; None: it always ended before."""
-        for _ in range(_TRIES):
-            moment = dice.uniform(0, self.seconds)
-            self._start()
-            began = time.monotonic()
-            if self._run(moment).killed_by == "SIGKILL":
-                return self._check(f"{self.work.name} killed after {moment * 1000:.0f} ms")
-            self.seconds = min(self.seconds, time.monotonic() - began)  # the machine is less busy than before
-        return None
+        return [] if ended.value == 0 else [ended.why]
 
     def _check(self, when: str) -> list[str]:
+        """What is wrong after a command was ended."""
         now = self._kept()
         # What it is not to remove is there; what it had committed is; and nothing is that is in neither.
         stays = {name for name, digest in self.before.things.items() if self.end.things.get(name) == digest}
@@ -91,3 +104,125 @@ def _differing(end: Kept, after: Kept) -> list[str]:
     """What an undisturbed run leaves otherwise: documents, records, states, and what is answered from them."""
     names = {name for name in end.things.keys() | after.things.keys() if name.startswith(_COMPARED)}
     return [f"{name} is another than undisturbed" for name in names if end.things.get(name) != after.things.get(name)]
+
+
+class Killed(Trial):
+    title = "kill -9"
+
+    def strike(self, dice: random.Random) -> Outcome:
+        for _ in range(_TRIES):
+            moment = dice.uniform(0, self.seconds)
+            self._start()
+            began = time.monotonic()
+            if self._run(moment).killed_by == "SIGKILL":
+                wrong = self._check(f"after {moment * 1000:.0f} ms")
+                return "wrong" if wrong else "whole, and completed by the next run", wrong
+            self.seconds = min(self.seconds, time.monotonic() - began)  # the machine is less busy than before
+        return "wrong", ["it always ended before the kill"]
+
+
+class _NoSpace(Trial):
+    """A command that meets a full disk ends with exit 14, loses nothing, and works again afterwards."""
+
+    def _meet(self, when: str, most: int = resource.RLIM_INFINITY) -> Outcome:
+        """Run with files of at most so many bytes, and without a reserve."""
+
+        def work() -> int:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as Python does at its start
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+            os.environ["KVTOOL_DISK_RESERVE"] = "0"
+            return self.work.run(self.bases, self.folder, self.told)
+
+        ended = in_child(work, _SECONDS)
+        self._make_room()
+        if ended.value == 0:
+            return "had room enough", []
+        refused = f"Refused: exit {EXIT_NO_SPACE}" in ended.trouble
+        wrong = self._check(when) if refused else [f"{when}: {ended.why}"]
+        return "wrong" if wrong else "exit 14, completed with room", wrong
+
+    def _make_room(self) -> None:
+        pass
+
+
+class Limited(_NoSpace):
+    """No file may grow beyond a size (RLIMIT_FSIZE): LMDB meets the very error of a full disk. Needs no root."""
+
+    title = "file size limit"
+
+    def __init__(self, bases: Bases, work: Work, place: Path) -> None:
+        super().__init__(bases, work, place)
+        last = _largest(self.folder / work.into)
+        self._start()
+        first = _largest(self.folder / work.into)
+        # What is made anew and smaller begins with little.
+        self._sizes = (first + 1, last) if last > first + 1 else (2**16, last)
+
+    def strike(self, dice: random.Random) -> Outcome:
+        size = dice.randrange(*self._sizes)
+        self._start()
+        return self._meet(f"with files of at most {size} bytes", size)
+
+
+def _largest(folder: Path) -> int:
+    return max((file.stat().st_size for file in folder.rglob("*") if file.is_file()), default=0)
+
+
+class Filled(_NoSpace):
+    """A disk that holds the start and a part of what the command adds. Needs root."""
+
+    title = "full disk"
+
+    def __init__(self, bases: Bases, work: Work, place: Path) -> None:
+        super().__init__(bases, work, place)
+        self._start()
+        first = _used(place)
+        self._run()
+        self._more, self._stuffing = max(_used(place) - first, 2**18), place / "stuffing"
+
+    @classmethod
+    @contextmanager
+    def opened(cls, bases: Bases, work: Work, place: Path) -> Iterator[Self]:
+        with _small_disk(place, 2**28):
+            yield cls(bases, work, place)
+
+    @classmethod
+    def can_be(cls) -> bool:
+        if os.geteuid() or shutil.which("mount") is None:
+            return False
+        with tempfile.TemporaryDirectory() as place:
+            try:
+                with _small_disk(Path(place) / "disk", 2**20):
+                    return True
+            except subprocess.CalledProcessError:
+                return False
+
+    def strike(self, dice: random.Random) -> Outcome:
+        room = dice.randrange(4096, self._more)
+        self._start()
+        with self._stuffing.open("wb") as file:
+            state = os.statvfs(self.place)
+            os.posix_fallocate(file.fileno(), 0, max(4096, state.f_bavail * state.f_frsize - room))
+        return self._meet(f"with {room} bytes free")
+
+    def _make_room(self) -> None:
+        self._stuffing.unlink()
+
+
+def _used(disk: Path) -> int:
+    state = os.statvfs(disk)
+    return (state.f_blocks - state.f_bfree) * state.f_frsize
+
+
+@contextmanager
+def _small_disk(at: Path, size: int) -> Iterator[None]:
+    at.mkdir(parents=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "tmpfs", str(at)]
+    subprocess.run(command, capture_output=True, check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(at)], check=False, capture_output=True)
+
+
+KINDS: tuple[type[Trial], ...] = (Killed, Limited, Filled)

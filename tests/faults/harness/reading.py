@@ -155,19 +155,14 @@ def _answer(session: Session, question: str, options: QueryOptions, facts: Facts
     return None
 
 
-def compare(truth: Facts, found: Facts) -> tuple[list[str], list[str], int]:
-    """Names of wrong tensors, names of wrong passages, and how many facts are missing in a damaged store."""
-
-    def wrong(sound: dict[str, str], injured: dict[str, str]) -> list[str]:
+def compare(truth: Facts, found: Facts) -> tuple[list[str], int]:
+    """Names of facts that are wrong, and how many are missing in a damaged store."""
+    # With damage reported, fewer passages are there to be found; each must still be one.
+    ignored = ("question ",) if found.said else ()
+    wrong, missing = list[str](), 0
+    for sound, injured in ((truth.tensors, found.tensors), (truth.passages, found.passages)):
         names = (name for name in injured if not name.startswith("made ") or name in sound)
-        # With damage reported, fewer passages are there to be found; each must still be one.
-        ignored = ("question ",) if found.said else ()
-        return [name for name in names if sound.get(name) != injured[name] and not name.startswith(ignored)]
-
-    missing = sum(
-        name not in injured
-        for sound, injured in ((truth.tensors, found.tensors), (truth.passages, found.passages))
-        for name in sound
-        if not name.startswith(("made ", "decoded "))  # of other prompts, and of other chunks
-    )
-    return wrong(truth.tensors, found.tensors), wrong(truth.passages, found.passages), missing
+        wrong += [name for name in names if sound.get(name) != injured[name] and not name.startswith(ignored)]
+        # of other prompts, and of other chunks
+        missing += sum(name not in injured for name in sound if not name.startswith(("made ", "decoded ")))
+    return wrong, missing

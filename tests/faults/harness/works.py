@@ -7,7 +7,6 @@ import io
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -76,20 +75,26 @@ class Work:
 
     Attributes
     ----------
-    start : makes what it starts from in a folder. `words` : what is run then. `does` : what, in place of a command.
-    into : `store` or `tier`: what of the folder it writes.
-    asks : modes in which a question is answered from what it leaves.
+    base : what it starts from; None: nothing. `words` : what is run then. `does` : what, in place of a command.
+    into : `store` or `tier`: what of a folder it writes.
+    asks : whether a question is answered from what it leaves.
     most : bytes that it is to leave at most, where that is its purpose: what it drops then hangs on what was dropped
         already. None: what it leaves after a kill and another run is what an undisturbed run leaves.
     """
 
     name: str
-    start: Callable[[Bases, Path], object]
+    base: Callable[[Bases], Path] | None
     words: Callable[[Bases, Path], list[object]] = lambda bases, folder: []
     into: str = "store"
     most: Callable[[Bases], int] | None = None
-    asks: tuple[str, ...] = ()
+    asks: bool = False
     does: Callable[[Path], object] | None = None
+
+    def start(self, bases: Bases, folder: Path) -> None:
+        if self.does is not None:
+            start_learning(bases.half, folder)
+        if self.base is not None:
+            copy(self.base(bases), folder / self.into)
 
     def run(self, bases: Bases, folder: Path, told: Path) -> int:
         """Run it in a child and return the exit code; each committed file's path is logged to `told`."""
@@ -101,12 +106,14 @@ class Work:
                 log.write(f"{entry.path}\n")  # type: ignore[attr-defined]
 
         Writer.commit_file = commit_file  # type: ignore[method-assign, assignment]
-        said = io.StringIO()
+        store = folder / "store" if self.into == "store" else bases.subject.store
+        code, said = 0, io.StringIO()
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             try:
-                code = main([str(word) for word in self.words(bases, folder)]) if self.does is None else 0
                 if self.does is not None:
                     self.does(folder)
+                else:
+                    code = main([*map(str, self.words(bases, folder)), "--store", str(store)])
             except KvtoolError as error:
                 code = error.exit_code
         if code:
@@ -129,62 +136,26 @@ def size_of(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
+_ASKED = ["query", "Who built the third mill?", *"--documents mill2.md --fusion prefix --max-tokens 4".split()]
+_COMPRESS = "compress --level 1 2 3 --drop-raw --yes --questions 0".split()
 WORKS = [
-    Work(
-        "ingest",
-        lambda b, f: copy(b.half, f / "store"),
-        lambda b, f: ["ingest", b.corpus, "--sync", "--store", f / "store"],
-    ),
-    Work(
-        "first ingest",
-        lambda b, f: shutil.rmtree(f / "store", ignore_errors=True),
-        lambda b, f: ["ingest", b.corpus, "--model", b.subject.model, *LOOK, "--store", f / "store"],
-    ),
-    Work(
-        "compress",
-        lambda b, f: copy(b.plain, f / "store"),
-        lambda b, f: [*"compress --level 1 2 3 --drop-raw --yes --questions 0 --store".split(), f / "store"],
-    ),
+    Work("ingest", lambda b: b.half, lambda b, f: ["ingest", b.corpus, "--sync"]),
+    Work("first ingest", None, lambda b, f: ["ingest", b.corpus, "--model", b.subject.model, *LOOK]),
+    Work("compress", lambda b: b.plain, lambda b, f: [*_COMPRESS]),
     Work(
         "prune",
-        lambda b, f: copy(b.subject.store, f / "store"),
-        lambda b, f: ["store", "prune", "--max-size", _half(b), "--yes", "--store", f / "store"],
+        lambda b: b.subject.store,
+        lambda b, f: ["store", "prune", "--max-size", _half(b), "--yes"],
         most=_half,
     ),
-    Work(
-        "compact", lambda b, f: copy(b.thinned, f / "store"), lambda b, f: ["store", "compact", "--store", f / "store"]
-    ),
-    Work(
-        "import",
-        lambda b, f: shutil.rmtree(f / "store", ignore_errors=True),
-        lambda b, f: ["store", "import", b.subject.pack, "--store", f / "store"],
-    ),
-    Work(
-        "push",
-        lambda b, f: copy(b.half_tier, f / "tier"),
-        lambda b, f: ["store", "push", f"file://{f / 'tier'}", "--store", b.subject.store],
-        "tier",
-    ),
-    Work(
-        "pull",
-        lambda b, f: copy(b.half, f / "store"),
-        lambda b, f: ["store", "pull", f"file://{b.subject.tier}", "--mine", "--store", f / "store"],
-    ),
-    Work(
-        "ingest of states",
-        lambda b, f: copy(b.states, f / "store"),
-        lambda b, f: ["ingest", b.corpus, "--sync", "--store", f / "store"],
-        asks=("prefix",),
-    ),
-    Work(  # whose prompt's states are kept
-        "question",
-        lambda b, f: copy(b.states, f / "store"),
-        lambda b, f: [*_question("prefix", f), "--set", "load.state_cache_size=1GB"],
-        asks=("prefix",),
-    ),
-    Work(  # as `serve --learn` does, after its answers
-        "learn", lambda b, f: (start_learning(b.half, f), copy(b.learned, f / "store")), does=lambda f: learn(f, 4, 10)
-    ),
+    Work("compact", lambda b: b.thinned, lambda b, f: ["store", "compact"]),
+    Work("import", None, lambda b, f: ["store", "import", b.subject.pack]),
+    Work("push", lambda b: b.half_tier, lambda b, f: ["store", "push", f"file://{f / 'tier'}"], into="tier"),
+    Work("pull", lambda b: b.half, lambda b, f: ["store", "pull", f"file://{b.subject.tier}", "--mine"]),
+    Work("ingest of states", lambda b: b.states, lambda b, f: ["ingest", b.corpus, "--sync"], asks=True),
+    # A question keeps its prompt's states.
+    Work("question", lambda b: b.states, lambda b, f: [*_ASKED, "--set", "load.state_cache_size=1GB"], asks=True),
+    Work("learn", lambda b: b.learned, does=lambda f: learn(f, 4, 10)),  # as `serve --learn` does, after its answers
 ]
 
 
@@ -210,11 +181,6 @@ def learn(folder: Path, first: int, end: int, budget: int = 10**9) -> None:
         session.learned.close()
 
 
-def _question(mode: str, folder: Path) -> list[object]:
-    asked = ["query", "Who built the third mill?", "--documents", "mill2.md", "--fusion", mode, "--max-tokens", 4]
-    return [*asked, "--store", folder / "store"]
-
-
 # ---- what is there afterwards ----
 
 
@@ -236,8 +202,8 @@ def kept_in(work: Work, folder: Path, scratch: Path) -> dict[str, object]:
     else:
         wrong = [] if not _is_made(path) else verified(path)
     things, documents = ({}, []) if not _is_made(path) else _things(path, wrong)
-    for mode in work.asks:
-        things[f"answer {mode}"] = _answered(mode, folder, wrong)
+    if work.asks:
+        things["answer "] = _answered(folder, wrong)
     return {"things": things, "documents": documents, "wrong": wrong}
 
 
@@ -246,13 +212,12 @@ def _is_made(path: Path) -> bool:
     return (path / "store.json").exists() and (path / "current").exists() and (path / "data").exists()
 
 
-def _answered(mode: str, folder: Path, wrong: list[str]) -> str:
+def _answered(folder: Path, wrong: list[str]) -> str:
     """An answer from a copy, which keeps nothing of it."""
-    asked = folder.parent / "asked"
-    copy(folder / "store", asked / "store")
+    asked = copy(folder / "store", folder.parent / "asked")
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main([*map(str, _question(mode, asked)), "--set", "load.state_cache_size=0", "--json"])
+        code = main([*_ASKED, "--store", str(asked), "--set", "load.state_cache_size=0", "--json"])
     if code or "damaged" in err.getvalue():
         wrong.append(f"exit {code}: {(out.getvalue() + err.getvalue())[-400:]}")
         return ""

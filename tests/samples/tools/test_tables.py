@@ -1,8 +1,9 @@
-"""Builders' tools: intervals of batches, tables, the picture of the rooms, figures of pages."""
+"""Tools that make tables: of batches and journals, and those of pages, which have to be the pages' own."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from samples.benchmarks import machines
-from samples.tools import layer_bytes, plan_of_scale
-from tests.cli.working import built, tiny
+from samples.tools import families, layer_bytes, plan_of_scale
+from tests.families import FAMILIES, HYBRIDS, tiny_model
+from tests.fusion.making import decoder_of
+from tests.wrappers import HYBRID_WRAPPERS, WRAPPERS
 
-__all__ = ["built", "tiny"]
 SAMPLES = Path(__file__).resolve().parents[3] / "samples"
 
 
@@ -38,12 +40,10 @@ def test_batches_are_paired_by_question(tmp_path: Path) -> None:
 
 def journal(path: Path, wrong: int, count: int = 4) -> str:
     """Results of some questions, of which the first `wrong` are answered wrongly by reuse; the last is torn."""
-    head = {"type": "kvtool eval", "facts": {}}
-    rows = [json.dumps(head)]
+    rows = [json.dumps({"type": "kvtool eval", "facts": {}})]
     for place in range(count):
         for run, score, distance in (("full", 1.0, 0.0), ("reuse", float(place >= wrong), 0.5), ("none", 0.0, 2.0)):
             rows.append(json.dumps({"index": place, "id": None, "runs": {run: answered(score, distance)}}))
-    rows.append(json.dumps({"index": count, "id": None, "runs": {"full": answered(0, 0)}}))
     path.write_text("\n".join(rows) + '\n{"index": 9, "ru', encoding="utf-8")
     return str(path)
 
@@ -59,19 +59,13 @@ def answered(score: float, distance: float) -> dict[str, object]:
 def test_tables_of_several_sets_and_of_all_together(tmp_path: Path) -> None:
     a, b = journal(tmp_path / "a.jsonl", 1), journal(tmp_path / "b.jsonl", 0, 6)
     said = run("tools/quality_tables.py", f"A={a}", f"B, of six={b}", "--default", "reuse")
-    assert "A: 4 questions" in said  # of the fifth only one run is known
+    assert "A: 4 questions" in said
     assert "all together: 10 questions" in said
     rows = [line.strip("| ").split(" | ") for line in said.splitlines() if line.startswith("|")]
-    reuse = [row for row in rows if row[0] == "`reuse`"]
-    assert [row[5] for row in reuse] == [".750", "1.000", ".900"]
-    loss = {row[0]: row for row in rows if row[0] in ("A", "B, of six", "all together") and row[1].isdigit()}
+    assert [row[5] for row in rows if row[0] == "`reuse`"] == [".750", "1.000", ".900"]
+    loss = {row[0]: row for row in rows if row[0] in ("A", "all together") and row[1].isdigit()}
     assert loss["A"][2].startswith("-.250 [-.750, +.000]")
     assert loss["all together"][5].startswith(".900 [")
-    assert loss["all together"][5].endswith("of 10")
-    assert [row[1:3] for row in rows if row[0] == "A" and not row[1].isdigit()] == [
-        ["nearest", "none does"],
-        ["cheapest", "none does"],
-    ]
 
 
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "gemma-4-e4b", "gemma-4-26b-a4b"])
@@ -92,8 +86,22 @@ def test_the_plan_of_scale_is_the_one_that_the_page_has(
     page = (SAMPLES.parent / "kvtool" / "docs" / "internals" / "scale.md").read_text("utf-8")
     monkeypatch.setattr(sys, "argv", ["plan_of_scale.py"])
     plan_of_scale.main()
-    tables = capsys.readouterr().out.strip().split("\n\n")
-    assert [table in page for table in tables] == [True, True, True]
-    monkeypatch.setattr(sys, "argv", ["x", "--chunks", "1e6", "--chunk-tokens", "100", "--usd-per-gb-month", "1"])
-    plan_of_scale.main()  # 11,520 numbers of two bytes a token
-    assert "| SmolLM2-135M | raw | 2.3 | 2 | 2,304 |" in capsys.readouterr().out
+    assert [table in page for table in capsys.readouterr().out.strip().split("\n\n")] == [True] * 3
+
+
+def test_the_page_of_families_lists_each_and_no_other() -> None:
+    listed = re.findall(r"([\w.-]+)\** \(`(\w+)`\)", families.PAGE.read_text(encoding="utf-8"))
+    made = FAMILIES | WRAPPERS | HYBRIDS | HYBRID_WRAPPERS
+    assert sorted(listed) == sorted((name, type(config()).__name__) for name, config in made.items())
+
+
+def test_readme_counts_the_tested_families() -> None:
+    assert families.readme() == families.README.read_text(encoding="utf-8")
+
+
+def test_the_page_of_families_has_the_layers_of_the_built_models() -> None:
+    """Of some: the whole page takes a minute (`samples/tools/families.py --check`)."""
+    page = families.PAGE.read_text(encoding="utf-8")
+    for name in ("llama", "gemma3", "gpt-oss", "deepseek-v2", "smollm3"):
+        (line,) = re.findall(rf"^.*\b{name}\** \(`.*", page, re.MULTILINE)
+        assert line.startswith(f"| {families.layers_of(decoder_of(tiny_model(name)))} | all |")

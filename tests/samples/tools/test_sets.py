@@ -1,4 +1,4 @@
-"""samples/tools/eval.py: each format's small print, and that a wrong file is an error and not an empty evaluation."""
+"""Public sets: `eval.py` makes documents and a batch of each format; `citations.py` marks sentences."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from samples.tools import eval as ev
+from samples.tools.citations import is_right, marked_sentences, table
 
 MILL = ["Tide Mill", ["The mill is old.", " It grinds beans."]]
 LIGHT = ["Corvane Light", ["It flashes twice."]]
@@ -27,7 +28,6 @@ def hotpot_row(**changes: Any) -> dict[str, Any]:
 
 
 def musique_row(**changes: Any) -> dict[str, Any]:
-    titles = "ABCDEF"
     row = {
         "id": "2hop__1",
         "question": "Who?",
@@ -36,7 +36,7 @@ def musique_row(**changes: Any) -> dict[str, Any]:
         "answerable": True,
         "paragraphs": [
             {"idx": i, "title": t, "paragraph_text": f"Text {t}.", "is_supporting": t in "BF"}
-            for i, t in enumerate(titles)
+            for i, t in enumerate("ABCDEF")
         ],
     }
     return row | changes
@@ -80,39 +80,27 @@ def corpus(tmp_path: Path) -> dict[str, str]:
     return {p.name: p.read_text(encoding="utf-8") for p in (tmp_path / "out/corpus").iterdir()}
 
 
-def test_hotpotqa(tmp_path: Path) -> None:
-    assert run(tmp_path, "hotpotqa", [hotpot_row()]) == 0
-    (line,) = batch(tmp_path)
+def titles(tmp_path: Path) -> list[str]:
+    """First lines of the documents of the first question."""
     files = corpus(tmp_path)
-    assert {k: line[k] for k in ("id", "question", "answers")} == {
-        "id": "q1",
-        "question": "What does the mill grind?",
-        "answers": ["beans"],
-    }
-    assert [files[name].splitlines()[0] for name in line["documents"]] == ["Inn", "Tide Mill", "Corvane Light"]
-    assert files[line["documents"][1]] == "Tide Mill\n\nThe mill is old. It grinds beans.\n"
+    return [files[name].splitlines()[0] for name in batch(tmp_path)[0]["documents"]]
 
 
-def test_hotpotqa_context_as_columns_gives_the_same_files(tmp_path: Path) -> None:
-    columns = {"title": [p[0] for p in (INN, MILL, LIGHT)], "sentences": [p[1] for p in (INN, MILL, LIGHT)]}
-    facts = {"title": ["Tide Mill"], "sent_id": [0]}
-    row = hotpot_row(context=columns, supporting_facts=facts, id="q1")
-    del row["_id"]
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    assert run(tmp_path / "a", "hotpotqa", [hotpot_row()]) == 0
-    assert run(tmp_path / "b", "hotpotqa", [row]) == 0
-    assert corpus(tmp_path / "a") == corpus(tmp_path / "b")
-    assert batch(tmp_path / "a") == batch(tmp_path / "b")
-
-
-def test_a_document_of_two_questions_is_written_once(tmp_path: Path) -> None:
+def test_hotpotqa(tmp_path: Path) -> None:
     other = hotpot_row(_id="q2", context=[MILL, ["Tide Mill", ["Another text."]], MILL])
     assert run(tmp_path, "hotpotqa", [hotpot_row(), other]) == 0
     first, second = batch(tmp_path)
-    assert len(corpus(tmp_path)) == 4
-    assert second["documents"][0] == first["documents"][1]
-    assert len(second["documents"]) == 2
+    assert (first["id"], first["question"], first["answers"]) == ("q1", "What does the mill grind?", ["beans"])
+    assert titles(tmp_path) == ["Inn", "Tide Mill", "Corvane Light"]
+    assert corpus(tmp_path)[first["documents"][1]] == "Tide Mill\n\nThe mill is old. It grinds beans.\n"
+    assert second["documents"][0] == first["documents"][1]  # a document of two questions is written once
+    assert (len(second["documents"]), len(corpus(tmp_path))) == (2, 4)
+
+
+def test_hotpotqa_context_as_columns(tmp_path: Path) -> None:
+    columns = {"title": [p[0] for p in (INN, MILL, LIGHT)], "sentences": [p[1] for p in (INN, MILL, LIGHT)]}
+    assert run(tmp_path, "hotpotqa", [hotpot_row(context=columns)]) == 0
+    assert titles(tmp_path) == ["Inn", "Tide Mill", "Corvane Light"]
 
 
 @pytest.mark.parametrize("title", ["../../etc/passwd", "CON", "", "a" * 400, "달여섬 등대", "x/y\\z:*?\n<>|", "\ud800"])
@@ -121,35 +109,24 @@ def test_file_names_are_safe_and_short(tmp_path: Path, title: str) -> None:
     (name,) = corpus(tmp_path)
     assert len(name) <= 60
     assert set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789-.")
-    assert batch(tmp_path)[0]["documents"] == [name]
 
 
-def test_musique_aliases_and_order(tmp_path: Path) -> None:
-    assert run(tmp_path, "musique", [musique_row()]) == 0
-    (line,) = batch(tmp_path)
-    assert line["answers"] == ["Ilse Varnholt", "Varnholt"]
-    assert [corpus(tmp_path)[name][0] for name in line["documents"]] == list("ABCDEF")
+@pytest.mark.parametrize(
+    ("kind", "count", "expected"),
+    [("musique", n, list(kept)) for n, kept in ((1, "BF"), (4, "ABCF"), (99, "ABCDEF"))]
+    + [("hotpotqa", 2, ["Tide Mill", "Corvane Light"])],
+)
+def test_supporting_paragraphs_are_kept(tmp_path: Path, kind: str, count: int, expected: list[str]) -> None:
+    row = musique_row() if kind == "musique" else hotpot_row()
+    assert run(tmp_path, kind, [row], "--paragraphs", str(count)) == 0
+    assert titles(tmp_path) == expected
+    assert len(corpus(tmp_path)) == len(expected)
 
 
-@pytest.mark.parametrize(("count", "expected"), [(1, "BF"), (2, "BF"), (4, "ABCF"), (6, "ABCDEF"), (99, "ABCDEF")])
-def test_musique_keeps_supporting_paragraphs(tmp_path: Path, count: int, expected: str) -> None:
-    assert run(tmp_path, "musique", [musique_row()], "--paragraphs", str(count)) == 0
-    files = corpus(tmp_path)
-    assert "".join(files[name][0] for name in batch(tmp_path)[0]["documents"]) == expected
-    assert len(files) == len(expected)
-
-
-def test_hotpotqa_keeps_supporting_paragraphs(tmp_path: Path) -> None:
-    assert run(tmp_path, "hotpotqa", [hotpot_row()], "--paragraphs", "2") == 0
-    files = corpus(tmp_path)
-    titles = [files[name].splitlines()[0] for name in batch(tmp_path)[0]["documents"]]
-    assert titles == ["Tide Mill", "Corvane Light"]
-
-
-def test_musique_one_object_a_line_and_unanswerable_ones(tmp_path: Path) -> None:
+def test_musique_lines_without_unanswerable_questions(tmp_path: Path) -> None:
     rows = [musique_row(id="no", answerable=False), musique_row(id="yes")]
     assert run(tmp_path, "musique", "".join(json.dumps(r) + "\n" for r in rows)) == 0
-    assert [line["id"] for line in batch(tmp_path)] == ["yes"]
+    assert [(line["id"], line["answers"]) for line in batch(tmp_path)] == [("yes", ["Ilse Varnholt", "Varnholt"])]
 
 
 def test_locomo_has_the_evidence_among_twelve_segments_in_order(tmp_path: Path) -> None:
@@ -165,33 +142,51 @@ def test_locomo_has_the_evidence_among_twelve_segments_in_order(tmp_path: Path) 
     assert when["documents"] != who["documents"]
 
 
-def test_locomo_asks_of_each_conversation_in_turn(tmp_path: Path) -> None:
-    assert run(tmp_path, "locomo", [locomo_row(), locomo_row("d", 3)], "--limit", "3") == 0
-    lines = batch(tmp_path)
-    assert [line["id"] for line in lines] == ["c-1", "d-1", "c-3"]
-    assert [len(line["documents"]) for line in lines] == [12, 9, 12]
-
-
 def test_squad_leaves_retrieval_to_the_tool(tmp_path: Path) -> None:
     data = squad_file(squad_row("k1", "백 일", "백 일", "백일"), squad_row("none"), squad_row("k2", "백 일 동안"))
     assert run(tmp_path, "squad", data) == 0
-    lines = batch(tmp_path)
-    assert [(line["id"], line["answers"]) for line in lines] == [("k1", ["백 일", "백일"]), ("k2", ["백 일 동안"])]
-    assert all("documents" not in line for line in lines)
+    question = {"question": "며칠인가?"}
+    assert batch(tmp_path) == [
+        {"id": "k1", **question, "answers": ["백 일", "백일"]},
+        {"id": "k2", **question, "answers": ["백 일 동안"]},
+    ]
     assert list(corpus(tmp_path).values()) == ["단비 주종소\n\n종은 백 일 동안 묻는다.\n"]
-    assert "백 일" in (tmp_path / "out/batch.jsonl").read_text(encoding="utf-8")
 
 
-def test_limit_of_squad_spreads_over_the_paragraphs(tmp_path: Path) -> None:
-    blocks = [{"context": f"Text {i}.", "qas": [squad_row(f"{i}{k}", "a") for k in "xyz"]} for i in range(3)]
-    data = {"data": [{"title": "Two_words", "paragraphs": blocks}]}
-    assert run(tmp_path, "squad", data, "--limit", "4") == 0
-    assert [line["id"] for line in batch(tmp_path)] == ["0x", "1x", "2x", "0y"]
-    assert sorted(corpus(tmp_path).values()) == [f"Two words\n\nText {i}.\n" for i in range(3)]
+BLOCKS = [{"context": f"Text {i}.", "qas": [squad_row(f"{i}{k}", "a") for k in "xyz"]} for i in range(3)]
 
 
-def test_limit(tmp_path: Path) -> None:
-    rows = [hotpot_row(_id=f"q{i}", context=[[f"T{i}", ["x"]]]) for i in range(5)]
-    assert run(tmp_path, "hotpotqa", rows, "--limit", "2") == 0
-    assert [line["id"] for line in batch(tmp_path)] == ["q0", "q1"]
-    assert len(corpus(tmp_path)) == 2
+@pytest.mark.parametrize(
+    ("kind", "data", "limit", "ids", "documents"),
+    [
+        ("hotpotqa", [hotpot_row(_id=f"q{i}", context=[[f"T{i}", ["x"]]]) for i in range(5)], 2, "q0 q1", 2),
+        ("squad", {"data": [{"title": "Two_words", "paragraphs": BLOCKS}]}, 4, "0x 1x 2x 0y", 3),
+        ("locomo", [locomo_row(), locomo_row("d", 3)], 3, "c-1 d-1 c-3", 19),
+    ],
+    ids=["the first rows", "over all paragraphs", "each conversation in turn"],
+)
+def test_limit(tmp_path: Path, kind: str, data: Any, limit: int, ids: str, documents: int) -> None:
+    assert run(tmp_path, kind, data, "--limit", str(limit)) == 0
+    assert " ".join(line["id"] for line in batch(tmp_path)) == ids
+    assert len(corpus(tmp_path)) == documents
+
+
+# ---- citations ----
+
+
+def test_marked_sentences() -> None:
+    assert dict(marked_sentences("hotpotqa", [hotpot_row()])) == {"q1": ["It flashes twice.", "It grinds beans."]}
+    asked = squad_file({"id": "7", "question": "?", "answers": [{"text": "백 일", "answer_start": 3}]})
+    asked["data"][0]["paragraphs"][0]["context"] += " 물은 차다."
+    assert dict(marked_sentences("squad", asked)) == {"7": ["종은 백 일 동안 묻는다."]}
+
+
+def test_a_citation_is_right_if_it_is_most_of_a_marked_sentence() -> None:
+    right = {"The mill grinds beans.", "Once: The mill grinds beans.", "mill grinds beans."}
+    assert {one for one in (*right, "beans.", "It is old.") if is_right(one, ["The mill grinds beans."])} == right
+
+
+def test_rules_are_compared_with_citations() -> None:
+    lines = list(table([{"`--cite`": True, "rule": number > 2, "answer": number > 5} for number in range(8)]))
+    assert lines[1] == "| `--cite` | 1.00 | 1.00 |  |"
+    assert lines[2].startswith("| rule | 0.62 | 1.00 | +")
