@@ -61,9 +61,9 @@ class QueryRows:
         if window is None:
             return KeyRanges(self.order, self.places, dense=self.dense)
         if self.position_ids is None:
-            first = [max(0, place - window + 1) for place in self.order]
+            first = [max(0, limit - window + 1) for limit in self.order]
         else:
-            first = [bisect_left(self.position_ids, self.position_ids[place] - window + 1) for place in self.order]
+            first = [bisect_left(self.position_ids, self.position_ids[limit] - window + 1) for limit in self.order]
         return KeyRanges(self.order, self.places, first, torch.tensor(first).to(self.places.device, non_blocking=True))
 
 
@@ -93,8 +93,8 @@ class PackedChunks:
     ) -> torch.Tensor:
         lead_in = self.lead_in[layer] if self.lead_in else None
         for watch, (start, stop) in zip(self.watches, self.spans, strict=False):
-            own = key[:, :, start:stop]
-            seen = own if lead_in is None else torch.cat([lead_in[0], own], 2)
+            chunk_keys = key[:, :, start:stop]
+            seen = chunk_keys if lead_in is None else torch.cat([lead_in[0], chunk_keys], 2)
             watch(query[0, :, start:stop], seen[0], params)
         return attend_packed(query, key, value, params, self._through(params.window), lead_in)
 

@@ -78,8 +78,8 @@ class CapturedWorks:
         self._known.move_to_end(key)
         while len(self._known) > _MOST:
             self._known.popitem(last=False)
-        found: T = self._known[key]
-        return found
+        work: T = self._known[key]
+        return work
 
 
 class StaticRows:

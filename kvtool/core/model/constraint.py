@@ -96,10 +96,10 @@ class Constraint:
     def _of(self, vocabulary: Any) -> str:
         """Return the grammar with the model's control tokens: a rule of one such token's spelling is the token."""
 
-        def rule(found: re.Match[str]) -> str:
-            token = self._tokenizer.get_added_vocab().get(found[2])
+        def rule(match: re.Match[str]) -> str:
+            token = self._tokenizer.get_added_vocab().get(match[2])
             is_control = token is not None and vocabulary.is_special_token(token)
-            return f"{found[1]}: {found[2]}" if is_control else found[0]
+            return f"{match[1]}: {match[2]}" if is_control else match[0]
 
         return _SPELLED.sub(rule, self._grammar)
 

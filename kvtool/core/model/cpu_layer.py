@@ -91,7 +91,7 @@ class CpuEnds:
 
     @classmethod
     def of(cls, stack: DecoderStack, spec: ModelSpec, kernels: LayerKernels) -> CpuEnds:
-        modules = [one.module for layer in spec.layers[:1] for one in layer.projections]
+        modules = [projection.module for layer in spec.layers[:1] for projection in layer.projections]
         packed = tuple(module for module in modules if isinstance(module, PackedLinear))
         whole = len(packed) == len(modules) and spec.layers[0].mlp is not None
         return cls(stack, spec, kernels, packed if whole else ())

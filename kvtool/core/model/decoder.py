@@ -49,9 +49,9 @@ class Decoder(DecoderStack):
         try:
             if self.keeps_states:
                 raise UnsupportedArchitecture("the model keeps states")
-            made = self._forward()
-            self._try(made)
-            return made
+            forward = self._forward()
+            self._try(forward)
+            return forward
         except UnsupportedArchitecture as error:
             return HfForward(self, str(error))
 
@@ -90,9 +90,9 @@ class Decoder(DecoderStack):
             check_trial(forward.ends.logits(output), expected, self.dtype, count)
         except (AttributeError, ValueError, RuntimeError, TypeError) as error:
             raise UnsupportedArchitecture(str(error)) from error
-        for number, (one, other) in enumerate(zip(*(cache.buffers for cache in caches), strict=True)):
+        for number, (buffer, other) in enumerate(zip(*(cache.buffers for cache in caches), strict=True)):
             if number < count:
-                for side, expected in zip(one.view(), other.view(), strict=True):
+                for side, expected in zip(buffer.view(), other.view(), strict=True):
                     check_trial(side, expected, self.dtype, number + 1)
 
     def _check_states(self) -> None:
@@ -201,8 +201,8 @@ class Decoder(DecoderStack):
             yield
         finally:
             self.model.set_attn_implementation(IMPLEMENTATION)
-            for parameter, wanted in gradients:
-                parameter.requires_grad_(wanted)
+            for parameter, required in gradients:
+                parameter.requires_grad_(required)
 
 
 @contextmanager

@@ -72,25 +72,25 @@ class Forward:
     captures: bool = False
     why: str = ""  # it is not as fast as it could be
 
-    def logits(self, one: Pass, keep: int) -> torch.Tensor:
+    def logits(self, job: Pass, keep: int) -> torch.Tensor:
         """Compute a pass; return logits of its last `keep` rows, float32 `[keep, vocabulary]`."""
-        with self.ends.threads(len(one.ids), one.exact):
-            hidden = self.hidden(one, keep)
+        with self.ends.threads(len(job.ids), job.exact):
+            hidden = self.hidden(job, keep)
             assert hidden is not None, "a pass that ends early has no logits"
             return self.ends.logits(hidden)
 
-    def fill(self, one: Pass) -> None:
+    def fill(self, job: Pass) -> None:
         """Compute a pass up to the keys and values of the last layer."""
-        with self.ends.threads(len(one.ids), one.exact):
-            self.hidden(one, keep=0)
+        with self.ends.threads(len(job.ids), job.exact):
+            self.hidden(job, keep=0)
 
-    def hidden(self, one: Pass, keep: int) -> torch.Tensor | None:
+    def hidden(self, job: Pass, keep: int) -> torch.Tensor | None:
         """Return the last layer's output `[keep, hidden]` of the last rows; None where nothing needs it."""
-        hidden, rows, on_layer, last = self.ends.embed(one.ids), one.placed, one.on_layer, len(self.layers) - 1
-        positions, table = one.positions, self.stack.rotary.table(one.positions)
+        hidden, rows, on_layer, last = self.ends.embed(job.ids), job.placed, job.on_layer, len(self.layers) - 1
+        positions, table = job.positions, self.stack.rotary.table(job.positions)
         for number, layer in enumerate(self.layers):
             self.stack.pause()
-            heads, angles = layer.project(hidden, positions, one.exact), self.stack.rotary.angles(table, number)
+            heads, angles = layer.project(hidden, positions, job.exact), self.stack.rotary.angles(table, number)
             if number in on_layer.narrows:
                 copies = Heads(*(side.clone() for side in heads))
                 chosen, rows = on_layer.choose(number, *layer.rotate(copies, angles)[1:])
@@ -98,12 +98,12 @@ class Forward:
                 positions, table = positions[chosen], table[chosen]
                 angles = self.stack.rotary.angles(table, number)
             on_layer.load(number, len(hidden))
-            if one.cache is None:
+            if job.cache is None:
                 queries, keys, values = layer.rotate(heads, angles)
                 if on_layer.collect(number, keys, values):
                     return None
             else:
-                buffer = one.cache.buffers[number]
+                buffer = job.cache.buffers[number]
                 queries = layer.place(heads, angles, rows.places, buffer)
                 on_layer.written(number)
                 keys, values = buffer.view()
@@ -112,5 +112,5 @@ class Forward:
             if number == last and (tail := max(keep, _TAIL)) < len(hidden):  # nothing needs the others any more
                 queries, hidden, rows = queries[:, :, -tail:], hidden[-tail:], rows.last(tail)
             attended = rows.attend(number, queries, keys, values, layer.params)
-            hidden = layer.finish(attended.transpose(1, 2).reshape(len(hidden), -1), hidden, one.exact)
+            hidden = layer.finish(attended.transpose(1, 2).reshape(len(hidden), -1), hidden, job.exact)
         return hidden[-keep:]

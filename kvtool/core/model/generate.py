@@ -141,8 +141,8 @@ def adjusted(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 def likely(chances: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Zero the chances `[vocabulary]` that `top_k`, `top_p` and `min_p` rule out, in this order; one always stays."""
     if 0 < sampling.top_k < len(chances):
-        kept, ids = chances.topk(sampling.top_k)
-        chances = torch.zeros_like(chances).index_copy_(0, ids, kept / kept.sum())
+        largest, ids = chances.topk(sampling.top_k)
+        chances = torch.zeros_like(chances).index_copy_(0, ids, largest / largest.sum())
     if sampling.top_p < 1:
         chances = nucleus(chances, sampling.top_p)
     return chances * (chances >= sampling.min_p * chances.max()) if sampling.min_p else chances
@@ -152,9 +152,9 @@ def nucleus(chances: torch.Tensor, top_p: float) -> torch.Tensor:
     """Zero all but the fewest most likely tokens whose chances `[vocabulary]` sum up to `top_p`; one always stays.
     Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", section 3.1."""
     ordered, ids = chances.sort(descending=True, stable=True)
-    kept = ordered.cumsum(0) - ordered < top_p
-    kept[0] = True
-    return torch.zeros_like(chances).index_copy_(0, ids[kept], ordered[kept])
+    is_kept = ordered.cumsum(0) - ordered < top_p
+    is_kept[0] = True
+    return torch.zeros_like(chances).index_copy_(0, ids[is_kept], ordered[is_kept])
 
 
 def _chosen(logits: torch.Tensor, sampling: Sampling) -> int:
@@ -196,17 +196,17 @@ class AnswerSequence:
         self,
         decoder: Decoder,
         cache: PromptCache,
-        known: Sequence[int],
+        head: Sequence[int],
         sampling: Sampling,
         on_text: OnText | None = None,
     ) -> None:
         self._started = time.perf_counter()
-        self._sampling, self._known, self._steps = sampling, len(known), 0
+        self._sampling, self._known, self._steps = sampling, len(head), 0
         self._error: Exception | None = None
         tokenizer = decoder.loaded.tokenizer
         stops = (*sampling.stop, *stop_texts(tokenizer))
         self._text = TextStream(tokenizer, stop_ids(decoder), on_text, stops, sampling.stop_repeats)
-        for self.token in known:
+        for self.token in head:
             self._text.add(self.token)
         self.backend = decode_backend(decoder, cache)
 
@@ -271,7 +271,7 @@ class ContinuousBatch:
         answer ends that one, an error of the step all that took part: their `end` raises it."""
         going = [sequence for sequence in self.sequences if not sequence.done]
         try:
-            logits = step_together([one.backend for one in going], [one.token for one in going])
+            logits = step_together([sequence.backend for sequence in going], [sequence.token for sequence in going])
         except Exception as error:
             for sequence in going:
                 sequence.fail(error)

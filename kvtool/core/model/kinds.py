@@ -65,7 +65,7 @@ class Sample:
 
 def rotary_of(base: Any) -> Any:
     modules = [child for child in base.children() if any("inv_freq" in name for name, _ in child.named_buffers())]
-    return getattr(base, "rotary_emb", None) or next((one for one in modules if not one._modules), None)
+    return getattr(base, "rotary_emb", None) or next((module for module in modules if not module._modules), None)
 
 
 def tables_of(rotary: Any, name: str, like: torch.Tensor, positions: torch.Tensor) -> Any:

@@ -88,16 +88,16 @@ def prefill_chunks(
     positions = torch.cat([torch.arange(len(lead_in), len(lead_in) + length) for length in [*lengths, spare]])
     positions = positions.to(decoder.device)
     undo = decoder.rotary.table(positions).inverse()
-    wanted = decoder.stored_layers if layers is None else min(layers, decoder.stored_layers)
+    stop_layer = decoder.stored_layers if layers is None else min(layers, decoder.stored_layers)
     spans = [slice(start + len(item.before), stop) for item, (start, stop) in zip(items, rows.spans, strict=False)]
-    brought = _Brought(decoder, wanted, spans)
+    brought = _Brought(decoder, stop_layer, spans)
 
     class Collect(OnLayer):
         def collect(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> bool:
             if not going():
                 raise PrefillStopped
             brought.bring(layer, decoder.rotary.rotate(keys, undo, layer)[0], values[0])
-            return layer == wanted - 1
+            return layer == stop_layer - 1
 
     with out_of_memory_hint(len(tokens)):
         decoder.passes.fill(Pass(decoder.device_ids(tokens), rows, positions, None, Collect(), exact=True))
@@ -131,7 +131,7 @@ class _Brought:
             end = start + shape.numbers * count * self._dtype.itemsize
             places.append(slice(start - before, end + behind))
         memory = decoder.host_memory(end + self._gap(blocks[-1][0]))
-        return memory, tuple(memory[place] for place in places)
+        return memory, tuple(memory[span] for span in places)
 
     def _gap(self, shape: KVShape) -> int:
         """Bytes between two blocks: whole rows, so that one copy may fill blocks and gaps."""

@@ -65,8 +65,8 @@ def question_tokens(tokenizer: Any, question: str, parts: PromptParts, prefill: 
 def with_tools(tokenizer: Any, system: str, tools: Tools) -> str:
     """Describe tools in an instruction, as the model's chat template does if it can, else in Hermes's form."""
     if tokenizer.chat_template:
-        said = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": _QUESTION}]
-        (plain,), (told,) = render(tokenizer, [said]), render(tokenizer, [said], tools)
+        messages = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": _QUESTION}]
+        (plain,), (told,) = render(tokenizer, [messages]), render(tokenizer, [messages], tools)
         if not isinstance(plain, TemplateFailed) and not isinstance(told, TemplateFailed):
             before, _, after = plain.partition(_SYSTEM)
             text = told.removeprefix(before).removesuffix(after)
@@ -164,8 +164,8 @@ def _cut_turn(text: str) -> str | None:
     if any(text.count(word) != 1 for word in (_ANSWER, _NEXT)):
         return None
     before, _, after = text.partition(_ANSWER)
-    between, found, _ = after.partition(_NEXT)
-    return between if found and _SYSTEM in before and _QUESTION in before else None
+    between, mark, _ = after.partition(_NEXT)
+    return between if mark and _SYSTEM in before and _QUESTION in before else None
 
 
 def _cut(text: str) -> tuple[str, str, str] | None:

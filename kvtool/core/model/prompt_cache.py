@@ -55,8 +55,8 @@ class BufferLayer:
         capacity = self.keys.shape[2]
         if length > capacity:  # rare: the caller reserves what it plans to generate
             more = max(length - capacity, capacity // 2 + 1)
-            held = [self.keys, self.values] if self.joint is None else [self.joint]
-            self._hold([torch.cat([side, side.new_zeros((*side.shape[:2], more, side.shape[3]))], 2) for side in held])
+            sides = [self.keys, self.values] if self.joint is None else [self.joint]
+            self._hold([torch.cat([side, side.new_zeros((*side.shape[:2], more, side.shape[3]))], 2) for side in sides])
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.length + query_length, 0
@@ -102,7 +102,7 @@ class PromptCache:
             buffer.length = length
         if self.position_ids:
             more = range(len(self.position_ids), length)
-            self.position_ids.extend(place + self.dropped for place in more)
+            self.position_ids.extend(row + self.dropped for row in more)
 
     @contextmanager
     def filled(self, length: int) -> Iterator[None]:

@@ -81,15 +81,15 @@ class Rotary:
     def _layout_of(self, samples: Mapping[int, Sample]) -> Layout:
         """Raises ModelError: no layout moves the keys of a layer, as where they are normed after their rotation
         (HunYuan)."""
-        nearest, place = float("inf"), 0
+        nearest, worst = float("inf"), 0
         for layout in _LAYOUTS:
             errors = {layer: self._error(layout, layer, sample) for layer, sample in samples.items()}
             layer = max(errors, key=errors.__getitem__)
             if errors[layer] <= _MOVED[self._dtype]:
                 return layout
-            nearest, place = min((nearest, place), (errors[layer], layer))
+            nearest, worst = min((nearest, worst), (errors[layer], layer))
         raise ModelError(
-            f"keys of layer {place} cannot be moved: rotated to another place they are off by {nearest:.2g}",
+            f"keys of layer {worst} cannot be moved: rotated to another place they are off by {nearest:.2g}",
             "this would need the keys as they are before what the model does after its rotation",
         )
 
@@ -213,8 +213,8 @@ class Rotary:
         single, triple = self._emb(like, at[None]), self._emb(like, at[None, None].expand(3, 1, -1))
         if not all(torch.equal(*sides) for sides in zip(single, triple, strict=True)):
             needed = "that would need all numbers of a position kept with each token"
-            what = "the model rotates a text's positions otherwise than by one number"
-            raise ModelError(f"{what}; {needed}", "use another model")
+            reason = "the model rotates a text's positions otherwise than by one number"
+            raise ModelError(f"{reason}; {needed}", "use another model")
 
 
 def _drawn(key_dim: int) -> torch.Tensor:

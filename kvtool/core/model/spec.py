@@ -40,14 +40,14 @@ class UnsupportedArchitecture(Exception):
     """Raised where a fast path does not compute what a model computes; the text is shown."""
 
 
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    found, expected = found.float(), expected.float()
+def relative_error(computed: torch.Tensor, expected: torch.Tensor) -> float:
+    computed, expected = computed.float(), expected.float()
     spread = (expected - expected.mean()).square().mean().sqrt()
-    return float((found - expected).square().mean().sqrt() / spread.clamp_min(1e-12))
+    return float((computed - expected).square().mean().sqrt() / spread.clamp_min(1e-12))
 
 
-def check_trial(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, layers: int) -> None:
-    error = relative_error(found, expected)
+def check_trial(computed: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, layers: int) -> None:
+    error = relative_error(computed, expected)
     if not error <= TOLERANCE[dtype] * math.sqrt(layers):
         raise UnsupportedArchitecture(f"the model's own forward differs by {error:.2g} of its spread")
 
@@ -150,14 +150,14 @@ class ModelSpec:
 
     @property
     def projections(self) -> tuple[Projection, ...]:
-        return (self.head, *(one for layer in self.layers for one in layer.projections))
+        return (self.head, *(projection for layer in self.layers for projection in layer.projections))
 
     @property
     def activation(self) -> str:
-        found = {layer.mlp.activation for layer in self.layers if layer.mlp is not None} or {"silu"}
-        if len(found) != 1 or "" in found:
+        activations = {layer.mlp.activation for layer in self.layers if layer.mlp is not None} or {"silu"}
+        if len(activations) != 1 or "" in activations:
             raise UnsupportedArchitecture("an MLP has another activation")
-        return found.pop()
+        return activations.pop()
 
     def shaped(self, logits: torch.Tensor) -> torch.Tensor:
         """Scale and cap float32 logits."""
@@ -269,20 +269,20 @@ class _Reader:
     def _norm_of(self, module: Any) -> NormSpec:
         weight: Any = getattr(module, "weight", None)
         epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-        found = None
+        style = None
         if isinstance(epsilon, float) and getattr(weight, "ndim", 0) == 1 and getattr(module, "bias", None) is None:
-            known = type(module), weight.dtype
-            if known not in self._norm_kinds:
-                self._norm_kinds[known] = _tried_norm(module, epsilon)
-            found = self._norm_kinds[known]
-        if found is None or epsilon is None:
+            key = type(module), weight.dtype
+            if key not in self._norm_kinds:
+                self._norm_kinds[key] = _tried_norm(module, epsilon)
+            style = self._norm_kinds[key]
+        if style is None or epsilon is None:
             return NormSpec(module, torch.empty(0, dtype=torch.float32), 0.0, False, False)
-        adds_one, rounds_first = found
+        adds_one, rounds_first = style
         factor = weight.detach().float() + float(adds_one)
         return NormSpec(module, factor.contiguous(), epsilon, adds_one, rounds_first)
 
     def _mlp(self, module: Any) -> GatedMLP | None:
-        function = next((one for name in _ACTIVATION if callable(one := getattr(module, name, None))), None)
+        function = next((candidate for name in _ACTIVATION if callable(candidate := getattr(module, name, None))), None)
         names = {name for name, _ in module.named_children()} - set(_ACTIVATION)
         gated = names in ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
         if function is None or not gated or next(module.named_parameters(recurse=False), None) is not None:
@@ -302,13 +302,13 @@ class _Reader:
         probe = torch.linspace(-1, 1, self._shape.key_dim, dtype=torch.float32, device=self._stack.device)[
             None, None, None
         ]
-        found, halves = rotary.rotate(probe, table, number), rotate_halves_torch(probe, angles)
-        return angles.cos.shape[-1], torch.allclose(found.cpu(), halves.cpu(), atol=1e-6)
+        rotated, halves = rotary.rotate(probe, table, number), rotate_halves_torch(probe, angles)
+        return angles.cos.shape[-1], torch.allclose(rotated.cpu(), halves.cpu(), atol=1e-6)
 
 
-def _unknown(module: Any, known: set[str]) -> str:
-    own = (*module.named_children(), *module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-    strange = sorted({name for name, _ in own} - known)
+def _unknown(module: Any, names: set[str]) -> str:
+    parts = (*module.named_children(), *module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    strange = sorted({name for name, _ in parts} - names)
     return f"{type(module).__name__} has {strange[0]}" if strange else ""
 
 
@@ -334,15 +334,15 @@ def _whole(module: Any) -> Projection:
 def _parts(module: Any, fused: str, names: tuple[str, ...], sizes: list[int]) -> list[Projection]:
     if hasattr(module, fused):
         whole = _whole(getattr(module, fused))
-        starts = [sum(sizes[:place]) for place in range(len(sizes))]
-        found = [Projection(whole.module, start, size) for start, size in zip(starts, sizes, strict=True)]
+        starts = [sum(sizes[:count]) for count in range(len(sizes))]
+        parts = [Projection(whole.module, start, size) for start, size in zip(starts, sizes, strict=True)]
         fits = whole.rows == sum(sizes)
     else:
-        found = [_whole(getattr(module, name)) for name in names]
-        fits = [one.rows for one in found] == sizes
+        parts = [_whole(getattr(module, name)) for name in names]
+        fits = [part.rows for part in parts] == sizes
     if not fits:
         raise UnsupportedArchitecture(f"{names[0]} and its like have other sizes")
-    return found
+    return parts
 
 
 def _tried_norm(module: Any, epsilon: float) -> tuple[bool, bool] | None:
@@ -369,11 +369,13 @@ def _tried_norm(module: Any, epsilon: float) -> tuple[bool, bool] | None:
 def _activation(function: Callable[[torch.Tensor], torch.Tensor], device: str) -> str:
     """Name a gate's function by its results; "": one that no machine code is made for."""
     probe = torch.linspace(-6, 6, 49, dtype=torch.float32, device=device)
-    known: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    functions: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "silu": F.silu,
         "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     }
     with torch.inference_mode():
         given = function(probe)
-        alike = [name for name, one in known.items() if torch.allclose(given, one(probe), rtol=1e-5, atol=1e-6)]
+        alike = [
+            name for name, function in functions.items() if torch.allclose(given, function(probe), rtol=1e-5, atol=1e-6)
+        ]
     return alike[0] if alike else ""

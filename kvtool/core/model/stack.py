@@ -130,8 +130,8 @@ class DecoderStack:
     @property
     def plain_shape(self) -> KVShape | None:
         """The shape that all layers have, keys as wide as values, as fast paths take it; None: they differ."""
-        own = self.shapes[0] if len(set(self.shapes)) == 1 and not self.shares else None
-        return own if own is not None and own.is_plain else None
+        shape = self.shapes[0] if len(set(self.shapes)) == 1 and not self.shares else None
+        return shape if shape is not None and shape.is_plain else None
 
     @property
     def stored_layers(self) -> int:
@@ -143,11 +143,11 @@ class DecoderStack:
 
     def device_ids(self, tokens: Sequence[int]) -> torch.Tensor:
         """Return int64 `[tokens]`. An unknown token may come from a store, and a GPU would not survive it."""
-        known = self.model.get_input_embeddings().num_embeddings
-        if tokens and not 0 <= min(tokens) <= max(tokens) < known:
-            wrong = next(token for token in tokens if not 0 <= token < known)
+        vocabulary = self.model.get_input_embeddings().num_embeddings
+        if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
+            wrong = next(token for token in tokens if not 0 <= token < vocabulary)
             raise DamagedError(
-                f"token {wrong} is none of the model's {known:,}",
+                f"token {wrong} is none of the model's {vocabulary:,}",
                 "`kvtool store verify`; where that finds nothing, the model's tokenizer is another's",
             )
         return torch.tensor(list(tokens)).to(self.device, non_blocking=True)

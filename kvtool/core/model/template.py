@@ -48,7 +48,7 @@ def render(
     except (ValueError, TypeError) as error:
         return [TemplateFailed(reason_of(error))] * len(conversations)
     output = _answer(request, date.today().isoformat(), SECONDS)
-    return [TemplateFailed(one["error"]) if "error" in one else one["text"] for one in output]
+    return [TemplateFailed(row["error"]) if "error" in row else row["text"] for row in output]
 
 
 def reason_of(error: Exception) -> str:

@@ -144,9 +144,9 @@ class TextStream:
 
     def _cut(self) -> None:
         places = {stop: self.text.find(stop, self._shown) for stop in self._stops}
-        found = [stop for stop, place in places.items() if place >= 0]
-        if found:
-            self.stopped_by = min(found, key=places.__getitem__)
+        ends = [stop for stop, place in places.items() if place >= 0]
+        if ends:
+            self.stopped_by = min(ends, key=places.__getitem__)
             self.text = self.text[: places[self.stopped_by]]
 
     def _leave_repetition_out(self) -> None:

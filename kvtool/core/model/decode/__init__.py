@@ -57,11 +57,14 @@ def decode_backend(decoder: Decoder, cache: PromptCache) -> DecodeBackend:
 def step_together(backends: Sequence[DecodeBackend], tokens: Sequence[int]) -> list[torch.Tensor]:
     """Append a token to each of several caches; return the logits after each as `step` does. Caches of one model in
     machine code run together, with the same bits as alone."""
-    found: dict[int, torch.Tensor] = {}
+    logits_by_place: dict[int, torch.Tensor] = {}
     for group in _groups(backends):
         logits = NativeBackend.step_together([*group.values()], [tokens[at] for at in group])
-        found |= dict(zip(group, logits, strict=True))
-    return [found[at] if at in found else one.step(tokens[at]) for at, one in enumerate(backends)]
+        logits_by_place |= dict(zip(group, logits, strict=True))
+    return [
+        logits_by_place[at] if at in logits_by_place else backend.step(tokens[at])
+        for at, backend in enumerate(backends)
+    ]
 
 
 def step_along(backend: DecodeBackend, tokens: Sequence[int]) -> Iterator[torch.Tensor]:
@@ -81,7 +84,7 @@ def _is_trusted(backend: DecodeBackend) -> bool:
 def _groups(backends: Sequence[DecodeBackend]) -> list[dict[int, NativeBackend]]:
     """Group those that can run together, by their places; a single one, or one not trusted yet, is in no group."""
     by_model: dict[int, dict[int, NativeBackend]] = {}
-    for at, one in enumerate(backends):
-        if isinstance(one, NativeBackend) and _is_trusted(one):
-            by_model.setdefault(id(one.compiled), {})[at] = one
+    for at, backend in enumerate(backends):
+        if isinstance(backend, NativeBackend) and _is_trusted(backend):
+            by_model.setdefault(id(backend.compiled), {})[at] = backend
     return [group for group in by_model.values() if len(group) > 1]

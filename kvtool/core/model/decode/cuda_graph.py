@@ -61,7 +61,7 @@ class StaticStep:
 
     @property
     def is_valid(self) -> bool:
-        same = all(one is other for one, other in zip(memory_of(self._cache), self._memory, strict=True))
+        same = all(side is other for side, other in zip(memory_of(self._cache), self._memory, strict=True))
         return same and self._cache.buffers[0].length < self._capacity
 
     @torch.inference_mode()

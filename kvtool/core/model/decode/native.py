@@ -72,10 +72,10 @@ class CompiledModel:
         step = self._steps.get(count) or self._steps.setdefault(count, self._new_step(count))
         positions: list[int] = []
         lengths: list[int] = []
-        for one in caches:
-            positions.append(one.buffers[0].length + one.dropped)
-            one.set_length(one.buffers[0].length + 1)
-            lengths.append(one.buffers[0].length)
+        for prompt in caches:
+            positions.append(prompt.buffers[0].length + prompt.dropped)
+            prompt.set_length(prompt.buffers[0].length + 1)
+            lengths.append(prompt.buffers[0].length)
         step.bind(caches, lengths, self._windows)
         angles = [self._angles.at(position) for position in positions]
         step.place(angles, [kind.rotation for kind in decoder.kinds])
@@ -103,7 +103,7 @@ class CompiledModel:
     def run_parts(self, kinds: Collection[str], sequences: int = 1) -> None:
         """Run only the operations of some kinds of the last step: their sums mean nothing."""
         step = self._steps[sequences]
-        self._run(step.program[sorted(place for kind in kinds for place in step.uses[kind])])
+        self._run(step.program[sorted(index for kind in kinds for index in step.uses[kind])])
 
     def _run(self, program: np.ndarray) -> None:
         with all_of(min(torch.get_num_threads(), self._most_threads)) as threads:
@@ -160,15 +160,15 @@ class NativeBackend:
         start = self._cache.buffers[0].length
         expected = self._step_by_torch(token)
         self._cache.set_length(start)
-        found = self.compiled.step(self._decoder, [token], [self._cache])[0]
+        logits = self.compiled.step(self._decoder, [token], [self._cache])[0]
         try:
-            check_trial(found, expected, self.compiled.precision(self._decoder.dtype), len(self._decoder.layers))
+            check_trial(logits, expected, self.compiled.precision(self._decoder.dtype), len(self._decoder.layers))
         except UnsupportedArchitecture as error:
             self.compiled.self_check_error = f"the first step in machine code came out otherwise: {error}"
             self._cache.set_length(start)
             return self._step_by_torch(token)
         self.compiled.self_check_error = ""
-        return found
+        return logits
 
     @staticmethod
     @torch.inference_mode()
@@ -179,7 +179,7 @@ class NativeBackend:
         for number in range(rounds):  # as even as can be
             part = slice(len(tokens) * number // rounds, len(tokens) * (number + 1) // rounds)
             with model.lock:
-                logits += model.step(decoder, tokens[part], [one._cache for one in backends[part]])
+                logits += model.step(decoder, tokens[part], [backend._cache for backend in backends[part]])
         return logits
 
 

@@ -110,8 +110,8 @@ class WeightSource:
             return None
         if path not in self._open:
             self._open[path] = safe_open(path, framework="pt", device="cpu")
-        found: torch.Tensor = self._open[path].get_tensor(name)
-        return found
+        weight: torch.Tensor = self._open[path].get_tensor(name)
+        return weight
 
 
 def _bfloat16_files(files: Any) -> dict[str, Path]:
@@ -224,8 +224,8 @@ class _Layout:
         entry = self._entry(layer.before[1])
         self._product(mlp.gate, entry, buffers.gate)
         self._product(mlp.up, entry, buffers.up)
-        for one in self._sequences:
-            x, y = buffers.up.of(one), buffers.gate.of(one)
+        for sequence in self._sequences:
+            x, y = buffers.up.of(sequence), buffers.gate.of(sequence)
             self._append("gate", {"x": x.address, "y": y.address, "count": mlp.gate.rows})
         self._wait()
         self._product(mlp.down, buffers.gate, buffers.output)
@@ -253,12 +253,14 @@ class _Layout:
         queries, keys = buffers.heads, buffers.heads + layer.query.rows
         values = keys + layer.key.rows
         if norms is not None and not layer.normed_by_head:
-            own = buffers.head_norms
-            self._norm(norms[0], queries, own)
-            self._norm(norms[1], keys, own + layer.query.rows)
-            queries, keys = own, own + layer.query.rows
-        for one in self._sequences:
-            self._heads(layer, queries.of(one), keys.of(one), values.of(one), buffers.queries.of(one))
+            head_buffer = buffers.head_norms
+            self._norm(norms[0], queries, head_buffer)
+            self._norm(norms[1], keys, head_buffer + layer.query.rows)
+            queries, keys = head_buffer, head_buffer + layer.query.rows
+        for sequence in self._sequences:
+            self._heads(
+                layer, queries.of(sequence), keys.of(sequence), values.of(sequence), buffers.queries.of(sequence)
+            )
 
     def _heads(self, layer: LayerSpec, queries: Place, keys: Place, values: Place, out: Place) -> None:
         spec, norms = self._spec, layer.head_norms
@@ -277,18 +279,18 @@ class _Layout:
 
     def _attend(self) -> None:
         spec, buffers = self._spec, self._buffers
-        for one in self._sequences:
-            x = buffers.queries.of(one)
+        for sequence in self._sequences:
+            x = buffers.queries.of(sequence)
             self._append("attend", {"x": x.address, "heads": spec.kv_heads, **_PARTS, **_CACHE})
         self._wait()
-        for one in self._sequences:
-            y = buffers.attended.of(one)
+        for sequence in self._sequences:
+            y = buffers.attended.of(sequence)
             self._append("combine", {"y": y.address, "heads": spec.heads, **_PARTS})
         self._wait()
 
     def _norm(self, norm: NormSpec, inputs: Place, outputs: Place) -> None:
-        for one in self._sequences:
-            x, y = inputs.of(one), outputs.of(one)
+        for sequence in self._sequences:
+            x, y = inputs.of(sequence), outputs.of(sequence)
             values = {
                 **{"x": x.address, "x_stride": x.stride, "y": y.address, "y_stride": y.stride},
                 **{"weight": norm.weight.data_ptr(), "count": norm.weight.numel(), "epsilon": norm.epsilon},
@@ -310,8 +312,8 @@ class _Layout:
             self._axpby(Place(linear.bias.data_ptr()), y, linear.rows, 1.0, 1.0)
 
     def _axpby(self, inputs: Place, outputs: Place, count: int, a: float, b: float) -> None:
-        for one in self._sequences:
-            x, y = inputs.of(one), outputs.of(one)
+        for sequence in self._sequences:
+            x, y = inputs.of(sequence), outputs.of(sequence)
             values = {"x": x.address, "x_stride": x.stride, "y": y.address, "count": count, "a": a, "b": b}
             self._append("axpby", values)
 
@@ -351,8 +353,8 @@ class Step:
         self.buffers = Buffers(spec, threads, sequences)
         operations = build_program(spec, weights, self.buffers, height)
         self.program = encode(operations, functions)
-        kinds = sorted({one.kind for one in operations})
-        self.uses = {kind: [i for i, one in enumerate(operations) if one.kind == kind] for kind in kinds}
+        kinds = sorted({operation.kind for operation in operations})
+        self.uses = {kind: [i for i, operation in enumerate(operations) if operation.kind == kind] for kind in kinds}
         self._spec = spec
         self._parts = torch.empty(0, dtype=torch.float32)
 
@@ -403,12 +405,12 @@ class CosSinCache:
 
     def _computed(self, start: int) -> dict[str, torch.Tensor]:
         angles = self._rotary.table(torch.arange(start, start + _POSITIONS)).by_name
-        return {name: torch.stack([one.cos[0], one.sin[0]]).contiguous() for name, one in angles.items()}
+        return {name: torch.stack([cos_sin.cos[0], cos_sin.sin[0]]).contiguous() for name, cos_sin in angles.items()}
 
     def at(self, position: int) -> dict[str | None, tuple[int, int]]:
         """Return a position's cos and sin by rotation, as addresses for one step; 0 where nothing is rotated."""
         start = position // _POSITIONS * _POSITIONS
-        found: dict[str | None, tuple[int, int]] = {None: (0, 0)}
+        addresses: dict[str | None, tuple[int, int]] = {None: (0, 0)}
         for name, (cos, sin) in self._table(start).items():
-            found[name] = cos[position - start].data_ptr(), sin[position - start].data_ptr()
-        return found
+            addresses[name] = cos[position - start].data_ptr(), sin[position - start].data_ptr()
+        return addresses
