@@ -50,7 +50,8 @@ class Decoder(DecoderStack):
             if self.keeps_states:
                 raise UnsupportedArchitecture("the model keeps states")
             forward = self._forward()
-            self._try(forward)
+            with self.pausing(None):
+                self._try(forward)
             return forward
         except UnsupportedArchitecture as error:
             return HfForward(self, str(error))

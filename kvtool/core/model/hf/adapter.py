@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -29,16 +28,17 @@ class HfForward:
 
     def __init__(self, stack: DecoderStack, why: str) -> None:
         self._stack, self.why = stack, why
-        self._head = _HeadRows()
-        stack.model.get_output_embeddings().register_forward_pre_hook(self._head)
 
     def logits(self, one: Pass, keep: int) -> torch.Tensor:
         stack, wanted = self._stack, cast("Any", keep)
         if stack.shares:  # given a tensor of rows, the model does not cut its own inputs
             keep = min(keep, len(one.ids))
             wanted = torch.arange(len(one.ids) - keep, len(one.ids), device=stack.device)
-        with self._head.only(keep):
+        head = stack.model.get_output_embeddings().register_forward_pre_hook(partial(_last_rows, one, keep))
+        try:
             out = self._run(stack.model, one, keep if stack.shares else None, logits_to_keep=wanted)
+        finally:
+            head.remove()
         logits: torch.Tensor = out.logits[0].float()
         return logits
 
@@ -67,6 +67,15 @@ class HfForward:
         cache: Any = one.cache
         cache.running = one
         return cache
+
+
+def _last_rows(one: Pass, keep: int, head: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> Any:
+    """Give the LM head only the rows that are needed, contiguous: for a slice's strides, `matmul` copies the whole
+    weight first. Gemma 4 takes fewer rows for a sign that rows were left out already, so its rows are left out here."""
+    if not is_running(one):
+        return None
+    rows = args[0][..., -keep:, :]
+    return (rows.flatten().view(rows.shape), *args[1:])
 
 
 class _PassCache(CacheProxy):
@@ -138,23 +147,3 @@ def _arguments_of(kwargs: dict[str, Any], some: Some) -> dict[str, Any]:
     if kwargs.get("position_ids") is not None:
         changed["position_ids"] = kwargs["position_ids"][..., some]
     return kwargs | changed
-
-
-class _HeadRows:
-    """Gives the LM head only the rows that are needed, contiguous: for a slice's strides, `matmul` copies the whole
-    weight first. Gemma 4 takes fewer rows for a sign that rows were left out already, so its rows are left out here."""
-
-    def __init__(self) -> None:
-        self._keep: int | None = None
-
-    @contextmanager
-    def only(self, keep: int) -> Iterator[None]:
-        before, self._keep = self._keep, keep
-        try:
-            yield
-        finally:
-            self._keep = before
-
-    def __call__(self, head: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        rows = args[0] if self._keep is None else args[0][..., -self._keep :, :]
-        return (rows.flatten().view(rows.shape), *args[1:])
