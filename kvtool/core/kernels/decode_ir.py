@@ -102,12 +102,12 @@ def operation(isa: Isa, kind: str, name: str = "") -> tuple[FunctionBuilder, Fie
     """Begin the function of an operation; its fields. A pointer with a stride is this thread's own."""
     k = FunctionBuilder(name or kind, isa, ARGUMENTS)
     loaded = FIELDS[kind].load(k, k.args.op, 2)
-    found = dict(zip(loaded.names, loaded, strict=True))
-    for field, value in found.items():
-        if f"{field}_stride" in found:
-            own = value.of("i8").at(k.args.thread * found[f"{field}_stride"])
-            found[field] = own.of(value.target)
-    return k, Fields(found)
+    fields = dict(zip(loaded.names, loaded, strict=True))
+    for field, value in fields.items():
+        if f"{field}_stride" in fields:
+            address = value.of("i8").at(k.args.thread * fields[f"{field}_stride"])
+            fields[field] = address.of(value.target)
+    return k, Fields(fields)
 
 
 def share(k: FunctionBuilder, count: Value, unit: int = 1) -> tuple[Value, Value]:
@@ -157,9 +157,9 @@ def keys(isa: Isa, heads: Heads, rotary: int) -> FunctionBuilder:
     first, count = share(k, have.heads)
     with k.loop(count, may_be_empty=True) as index:
         head = first + index
-        place = (head * have.capacity + have.row) * heads.dim
+        offset = (head * have.capacity + have.row) * heads.dim
         at = head * heads.dim
-        key, value = (side.of(heads.cache).at(place) for side in (have.key_cache, have.value_cache))
+        key, value = (side.of(heads.cache).at(offset) for side in (have.key_cache, have.value_cache))
         _place_head(have, heads, rotary, normed, have.x.at(at), key.store)
         source, lanes = have["values"].at(at), lanes_for(k.width, heads.dim)
         for start in range(0, heads.dim, lanes):
@@ -373,7 +373,7 @@ class Code:
     @property
     def names(self) -> tuple[str, ...]:
         kinds = [f"multiply_{kind}" for kind in sorted(self.kinds)]
-        turns = [f"{what}_{rotary}" for rotary in sorted(self.rotaries) for what in ("queries", "keys")]
+        turns = [f"{side}_{rotary}" for rotary in sorted(self.rotaries) for side in ("queries", "keys")]
         return ("run_program", "norm", "axpby", "gate", "attend", "combine", *kinds, *turns)
 
 

@@ -117,8 +117,8 @@ def _place(
         number = _turned(
             source, query_weight, query_epsilon, cos, sin, row, table_row, real, column, DIM, ROTARY, NORMED
         )
-        place = out + row[:, None] * (HEADS * DIM) + head * DIM + column[None, :]
-        tl.store(place, number.to(out.dtype.element_ty), mask=inside)
+        address = out + row[:, None] * (HEADS * DIM) + head * DIM + column[None, :]
+        tl.store(address, number.to(out.dtype.element_ty), mask=inside)
     else:
         to = tl.load(at + row, mask=real, other=0)
         if head < HEADS + KV_HEADS:
@@ -127,14 +127,14 @@ def _place(
             number = _turned(
                 source, key_weight, key_epsilon, cos, sin, row, table_row, real, column, DIM, ROTARY, NORMED
             )
-            place = key_buffer + head * key_head_out + to[:, None] * key_row_out + column[None, :]
-            tl.store(place, number.to(key_buffer.dtype.element_ty), mask=inside)
+            address = key_buffer + head * key_head_out + to[:, None] * key_row_out + column[None, :]
+            tl.store(address, number.to(key_buffer.dtype.element_ty), mask=inside)
         else:
             head -= HEADS + KV_HEADS
             source = values + row[:, None] * value_row + head * DIM
             value = tl.load(source + column[None, :], mask=inside, other=0.0)
-            place = value_buffer + head * value_head_out + to[:, None] * value_row_out + column[None, :]
-            tl.store(place, value, mask=inside)
+            address = value_buffer + head * value_head_out + to[:, None] * value_row_out + column[None, :]
+            tl.store(address, value, mask=inside)
 
 
 def _turned(

@@ -17,7 +17,7 @@ from kvtool.core.native.job import JOBS, Job
 from kvtool.core.native.simd import rotate
 
 _WIDTH = 8  # numbers handled together
-_FORMATS = frozenset((stored, kept) for stored in FORMATS for kept in (stored, torch.float32))
+_FORMATS = frozenset((stored, output) for stored in FORMATS for output in (stored, torch.float32))
 _JOB = Job(
     **{"from": "ptr", "from_head": "i64", "from_row": "i64", "to": "ptr", "to_head": "i64", "to_row": "i64"},
     **{"cos": "float*", "sin": "float*", "table_row": "i64", "heads": "i64", "rows": "i64"},
@@ -153,18 +153,18 @@ def copy_with_rope(moves: Sequence[CopyWithRope], isa: Isa) -> bool:
     formats = moves[0].formats
     if not all(move.formats == formats and move.fits for move in moves):
         return False
-    stored, kept = (FORMATS[dtype] for dtype in formats)
+    stored, output = (FORMATS[dtype] for dtype in formats)
     jobs = np.array([move.job() for move in moves], np.int64)
-    _function(isa, stored, kept)(jobs.ctypes.data, len(jobs))
+    _function(isa, stored, output)(jobs.ctypes.data, len(jobs))
     return True
 
 
 @cache
-def _function(isa: Isa, stored: str, kept: str) -> Function:
-    return compiled(rotation_module(stored, kept, isa), isa, "rotate")[0]
+def _function(isa: Isa, stored: str, output: str) -> Function:
+    return compiled(rotation_module(stored, output, isa), isa, "rotate")[0]
 
 
-def rotation_module(stored: str, kept: str, isa: Isa) -> str:
+def rotation_module(stored: str, output: str, isa: Isa) -> str:
     k = FunctionBuilder("rotate", isa, JOBS)
     k.keeps_nan = True
     with _JOB.each(k) as job, k.loop(job.rows, may_be_empty=True) as row:
@@ -172,15 +172,15 @@ def rotation_module(stored: str, kept: str, isa: Isa) -> str:
         with k.loop(job.heads, may_be_empty=True) as head:
             source, target = (
                 job[side].of(form).at(head * job[f"{side}_head"] + row * job[f"{side}_row"])
-                for side, form in (("from", stored), ("to", kept))
+                for side, form in (("from", stored), ("to", output))
             )
             _rotate_row(k, source, target, (cos, sin), job.half)
             rotated = job.half * 2
-            if stored == kept:  # bit by bit
+            if stored == output:  # bit by bit
                 source, target = (side.of(STORED[stored]) for side in (source, target))
             with k.loop(job.rest // _WIDTH, may_be_empty=True) as index:
-                place = index * _WIDTH + rotated
-                target.store(source.load(place, _WIDTH), place)
+                offset = index * _WIDTH + rotated
+                target.store(source.load(offset, _WIDTH), offset)
     return module(k)
 
 
@@ -189,9 +189,9 @@ def _rotate_row(k: FunctionBuilder, source: Value, target: Value, table: tuple[V
     for width in sorted({k.isa.width, _WIDTH}, reverse=True):
         with k.loop((half - done) // width, may_be_empty=True) as index:
             first = index * width + done
-            places = first, first + half
+            offsets = first, first + half
             cos, sin = (side.load(first, width) for side in table)
-            low, high = (source.load(place, width) for place in places)
-            for value, place in zip(rotate(low, high, cos, sin), places, strict=True):
-                target.store(value, place)
+            low, high = (source.load(offset, width) for offset in offsets)
+            for value, offset in zip(rotate(low, high, cos, sin), offsets, strict=True):
+                target.store(value, offset)
         done = half // width * width

@@ -173,9 +173,9 @@ def _place(
     numbers = address.to(tl.pointer_type(keys.dtype.element_ty)) + head * from_head
     rows = numbers + row[:, None] * from_row
     number = tl.load(rows + column[None, :], mask=real)
-    place = head * to_head + (start + row)[:, None] * to_row + column[None, :]
+    offset = head * to_head + (start + row)[:, None] * to_row + column[None, :]
     if side == 1:
-        tl.store(values + place, number, mask=real)
+        tl.store(values + offset, number, mask=real)
     else:
         if HALF > 0:
             turned = column < 2 * HALF
@@ -187,4 +187,4 @@ def _place(
             by_cos = number.to(tl.float32) * tl.load(cos + angle, mask=both, other=0.0)
             by_sin = crossed * tl.load(sin + angle, mask=both, other=0.0)
             number = tl.where(turned[None, :], (by_cos + by_sin).to(number.dtype), number)
-        tl.store(keys + place, number, mask=real)
+        tl.store(keys + offset, number, mask=real)

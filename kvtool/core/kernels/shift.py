@@ -147,13 +147,13 @@ class ShiftKernel:
 
     def _set_tables(self, prefix: str, row: str, tables: RopeTables) -> None:
         default = next(iter(tables.by_name))
-        own = [tables.by_name[default if name is None else name] for name in self._rotations]
+        layer_tables = [tables.by_name[default if name is None else name] for name in self._rotations]
         self._jobs.set(
             **{
-                f"{prefix}cos": [one.cos.data_ptr() for one in own],
-                f"{prefix}sin": [one.sin.data_ptr() for one in own],
+                f"{prefix}cos": [table.cos.data_ptr() for table in layer_tables],
+                f"{prefix}sin": [table.sin.data_ptr() for table in layer_tables],
             },
-            **{row: [one.cos.stride(1) for one in own]},
+            **{row: [table.cos.stride(1) for table in layer_tables]},
         )
 
 
@@ -221,8 +221,8 @@ def _keep(isa: Isa, stored: str, head_dim: int) -> FunctionBuilder:
         first = head * job.probes
         with k.loop(job.probes) as probe:
             row = job.places.load(probe) * job.row
-            own = job.kept.of(stored).at((first + probe) * head_dim)
-            for source, target in zip(sources, (own, own.at(behind)), strict=True):
+            address = job.kept.of(stored).at((first + probe) * head_dim)
+            for source, target in zip(sources, (address, address.at(behind)), strict=True):
                 k.call_void("llvm.memcpy.p0.p0.i64", target, source.at(row), size, k.constant("i1"))
     return k
 
@@ -242,9 +242,9 @@ class _Add:
             first, rows, probe, probes = (job.runs.at(run * 4).load(number) for number in range(4))
             sides = [side.of(self._stored).at(head * job.head) for side in (job.keys, job.values)]
             keys, values, squares = self._means(job, sides, head, probe, probes)
-            own = job.sums.at(unit * 2)
-            own.store(total(squares))
-            own.store(total(self._squared(values, k.zeros(self._lanes))), 1)
+            sums = job.sums.at(unit * 2)
+            sums.store(total(squares))
+            sums.store(total(self._squared(values, k.zeros(self._lanes))), 1)
             self._move(job, sides, (first, rows), (keys, values))
         return k
 
@@ -261,12 +261,12 @@ class _Add:
         probe = first + loop.index
         row = job.places.load(probe)
         new = [side.at(row * job.row) for side in sides]
-        kept = job.kept.of(self._stored).at((head * job.probes + probe) * self._head_dim)
-        old = kept, kept.at(job.heads * job.probes * self._head_dim)
+        address = job.kept.of(self._stored).at((head * job.probes + probe) * self._head_dim)
+        old = address, address.at(job.heads * job.probes * self._head_dim)
         back = [table.at(probe * job.back_row) for table in (job.back_cos, job.back_sin)]
         keys, values = (self._changes(*pair) for pair in zip(new, old, strict=True))
         added = [*self._rotated(keys, back).values(), *values.values()]
-        sums = [one + more for one, more in zip(sums, added, strict=True)]
+        sums = [value + change for value, change in zip(sums, added, strict=True)]
         *sums, squares = loop.close(*sums, self._squared(values, squares))
         share = (1.0 / probes.to("float")).splat(self._lanes)
         means = [value * share for value in sums]

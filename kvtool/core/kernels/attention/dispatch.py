@@ -18,7 +18,7 @@ class AttentionBackend(Protocol):
     name: str
 
     def declines(self, call: AttentionCall) -> str:
-        """Return why the backend does not serve a call, or an empty string. `call.asked` overrules a preference.
+        """Return why the backend does not serve a call, or an empty string. `call.is_asked` overrules a preference.
 
         A call with only a device and a number format, and `asked`, says what `KVTOOL_ATTENTION` may ask for on this
         machine: a reason given there is an error to the user, any other leads to the next backend.
@@ -75,8 +75,8 @@ def attend_packed(
         return flash_cpu.attend_packed(query, key, value, params, spans, lead_in)
     out = query.new_empty((1, query.shape[2], query.shape[1], value.shape[3])).transpose(1, 2)
     for first, count, start in spans.spans:
-        own = [side[:, :, start : start + count] for side in (key, value)]
-        keys, values = own if lead_in is None else (torch.cat(pair, 2) for pair in zip(lead_in, own, strict=True))
+        sides = [side[:, :, start : start + count] for side in (key, value)]
+        keys, values = sides if lead_in is None else (torch.cat(pair, 2) for pair in zip(lead_in, sides, strict=True))
         rows, places = slice(first, first + count), range(keys.shape[2] - count, keys.shape[2])
         ranges = KeyRanges.run(places, params.window, query.device)
         out[:, :, rows] = attend(query[:, :, rows], keys, values, params, ranges)
@@ -99,21 +99,21 @@ def _backend(call: AttentionCall) -> AttentionBackend:
 
 def _considered(call: AttentionCall) -> Iterator[tuple[AttentionBackend, str]]:
     """Yield each backend with its reason to decline, in order; those before the one that is asked for all decline."""
-    wanted, found = asked(ATTENTION), False
+    name, is_found = asked(ATTENTION), False
     for backend in BACKENDS:
-        if not wanted or found:
+        if not name or is_found:
             yield backend, backend.declines(call)
-        elif backend.name != wanted:
-            yield backend, f"{ATTENTION}={wanted}"
+        elif backend.name != name:
+            yield backend, f"{ATTENTION}={name}"
         else:
-            found = True
-            if unable := backend.declines(AttentionCall(call.device, call.dtype, asked=True)):
-                raise UsageError(f"{ATTENTION}={wanted}: {unable}", _others(wanted))
-            yield backend, backend.declines(call._replace(asked=True))
+            is_found = True
+            if unable := backend.declines(AttentionCall(call.device, call.dtype, is_asked=True)):
+                raise UsageError(f"{ATTENTION}={name}: {unable}", _others(name))
+            yield backend, backend.declines(call._replace(is_asked=True))
 
 
-def _others(wanted: str) -> str:
-    return f"unset {ATTENTION}, or take one of {', '.join(one.name for one in BACKENDS if one.name != wanted)}"
+def _others(name: str) -> str:
+    return f"unset {ATTENTION}, or take one of {', '.join(each.name for each in BACKENDS if each.name != name)}"
 
 
 def prepare(dtype: torch.dtype, device: str) -> None:

@@ -57,14 +57,14 @@ def mean_weights(query: torch.Tensor, key: torch.Tensor, ranges: KeyRanges, para
     total = torch.zeros((rows, keys), dtype=torch.float32)
     step = max(1, _WEIGHT_BYTES // (total.itemsize * group * (keys - begin)))
     for start in range(0, rows, step):
-        some = slice(start, min(start + step, rows))
-        hidden = _Hidden(ranges, some, begin, keys)
-        for head, own in enumerate(key):
+        block = slice(start, min(start + step, rows))
+        hidden = _Hidden(ranges, block, begin, keys)
+        for head, head_keys in enumerate(key):
             of_group = slice(head * group, (head + 1) * group)
-            part = query[of_group, some].reshape(-1, head_dim)
-            scores = _shaped((part @ own[begin:].T).float().view(group, -1, keys - begin), params)
+            part = query[of_group, block].reshape(-1, head_dim)
+            scores = _shaped((part @ head_keys[begin:].T).float().view(group, -1, keys - begin), params)
             hidden.hide(scores)
-            total[some, begin:] += _softmax(scores, None if params.sinks is None else params.sinks[of_group]).sum(0)
+            total[block, begin:] += _softmax(scores, None if params.sinks is None else params.sinks[of_group]).sum(0)
     return total.div_(heads)
 
 
@@ -97,18 +97,18 @@ def attend(
         begin = ranges.begin(start)
         most = (end if ranges.first is None else ranges.last[start] + 1) - begin
         step = max(_LEAST_ROWS, _SCORE_BYTES // (keys.itemsize * heads * most))
-        some = slice(start, min(start + step, rows))
-        stop = min(begin + _rounded(ranges.last[some.stop - 1] + 1 - begin), end)
-        hidden = _Hidden(ranges, some, begin, stop)
-        part, own = query[0, :, some], keys[:, :, begin - base : stop - base]
+        block = slice(start, min(start + step, rows))
+        stop = min(begin + _rounded(ranges.last[block.stop - 1] + 1 - begin), end)
+        hidden = _Hidden(ranges, block, begin, stop)
+        part, block_keys = query[0, :, block], keys[:, :, begin - base : stop - base]
         if exact:
-            scores = _exact_scores(part, own, params)
+            scores = _exact_scores(part, block_keys, params)
         else:
-            scores = _shifted_scores(part, own, params, key[0, :, begin : begin + min(hidden.common, _SAMPLE)])
+            scores = _shifted_scores(part, block_keys, params, key[0, :, begin : begin + min(hidden.common, _SAMPLE)])
         hidden.hide(scores)
         weights = _softmax(scores, params.sinks).to(value.dtype).view(len(keys), -1, stop - begin)
-        out[:, some] = torch.bmm(weights, value[0, :, begin:stop]).view(heads, some.stop - start, -1)
-        start = some.stop
+        out[:, block] = torch.bmm(weights, value[0, :, begin:stop]).view(heads, block.stop - start, -1)
+        start = block.stop
     return out[None]
 
 

@@ -25,12 +25,12 @@ def declines(call: AttentionCall) -> str:
     """By features of the CPU, never by the clock; measured in samples/results/speed.md."""
     if call.device != "cpu":
         return "it runs on CPUs"
-    if call.rows == 1 and not call.asked and not call.packed and not call.is_shaped:
+    if call.rows == 1 and not call.is_asked and not call.packed and not call.is_shaped:
         return "a single row reads each key once in torch's kernel"
     tiling = tiling_here(call.dtype)
     if tiling is None:
         return f"there is no machine code for {str(call.dtype).removeprefix('torch.')} on this CPU"
-    if not call.asked and has_tiles(call.dtype):
+    if not call.is_asked and has_tiles(call.dtype):
         return "torch's fused kernel multiplies bfloat16 with this CPU's AMX tiles"
     if call.batch != 1 or call.gradient or call.scale <= 0 or call.on_device:
         return "it takes one prompt, rows that the host knows, a positive scale and no gradient"
@@ -135,8 +135,8 @@ class Kernel:
         call = AttentionCall.of(query[None], key[None], value[None], AttentionParams(1.0))
         if query.shape[2] != key.shape[2] or key.shape[:2] != value.shape[:2] or shape_mismatch(call):
             raise ValueError(f"no kernel for {tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}")
-        for lead, own in zip(leads or (), (key, value), strict=False):
-            if lead.dtype != own.dtype or lead.shape != (own.shape[0], given, own.shape[2]):
+        for lead, side in zip(leads or (), (key, value), strict=False):
+            if lead.dtype != side.dtype or lead.shape != (side.shape[0], given, side.shape[2]):
                 raise ValueError(f"no kernel for a lead-in {tuple(lead.shape)}")
         if self.tiling.stored != FORMATS.get(query.dtype):
             raise ValueError(f"this is no kernel for {query.dtype}")

@@ -192,9 +192,9 @@ class _Block:
 
     def _rows_of(self, side: str, first: Value, count: Value, columns: Value, to: Value) -> None:
         k, job, stored = self._k, self._job, self._tiling.stored
-        own = job[side].of(stored).at(self._offset(side, k.args.head, self._start))
+        chunk = job[side].of(stored).at(self._offset(side, k.args.head, self._start))
         lead = job[f"lead_{side}"].of(stored).at(k.args.head * job[f"lead_{side}_head"])
-        rows = lead, job[f"lead_{side}_row"], job.leads, own, job[f"{side}_row"]
+        rows = lead, job[f"lead_{side}_row"], job.leads, chunk, job[f"{side}_row"]
         k.call_void("rows", *rows, first, self._last, count, columns, to)
 
     def _each_row_block(self, first: Value, count: Value) -> None:
@@ -267,13 +267,13 @@ def _sum(tiling: Tiling) -> FunctionBuilder:
     with k.loop(args.groups) as group:
         column = group * tiling.key_unroll
         starts = [(column + at) * tiling.row_block for at in range(tiling.key_unroll)]
-        places = [start + lane for start, lane in product(starts, tiling.starts)]
-        first = [args.results.load(place, k.width) * shrink[at % len(shrink)] for at, place in enumerate(places)]
+        offsets = [start + lane for start, lane in product(starts, tiling.starts)]
+        first = [args.results.load(offset, k.width) * shrink[at % len(shrink)] for at, offset in enumerate(offsets)]
         values = [args["values"].at(column + at) for at in range(tiling.key_unroll)]
-        for place, value in zip(
-            places, _product(tiling, args.weights, values, columns, args.steps, first), strict=True
+        for offset, value in zip(
+            offsets, _product(tiling, args.weights, values, columns, args.steps, first), strict=True
         ):
-            args.results.store(value, place)
+            args.results.store(value, offset)
     return k
 
 
@@ -287,9 +287,9 @@ def _product(
     k = lanes.k
 
     def factors(step: Value) -> tuple[Iterable[Value], list[Value]]:
-        start, place = step * tiling.row_block, step * stride if isinstance(stride, Value) else step
-        held = [lanes.load(start + lane, k.width) for lane in tiling.starts]
-        return (row.load(place).splat(k.width) for row in rows), held
+        start, offset = step * tiling.row_block, step * stride if isinstance(stride, Value) else step
+        registers = [lanes.load(start + lane, k.width) for lane in tiling.starts]
+        return (row.load(offset).splat(k.width) for row in rows), registers
 
     begin = first or [k.zeros(k.width)] * (len(rows) * tiling.registers)
     return accumulate(steps, begin, factors, pairs=tiling.pairs, unroll=_UNROLLED)
@@ -309,13 +309,13 @@ def _rows(tiling: Tiling) -> FunctionBuilder:
     with k.loop(args.count) as index:
         row = k.minimum(args.first + index, args.last)
         lead = args.lead.of(stored).at(row * args.lead_stride)
-        own = args.own.of(stored).at((row - args.leads) * args.own_stride)
-        source = (row < args.leads).select(lead, own)
+        chunk = args.own.of(stored).at((row - args.leads) * args.own_stride)
+        source = (row < args.leads).select(lead, chunk)
         target = args.to.of(tiling.kept).at(index * args.columns)
         with k.loop(args.columns // (2 * _SIDE)) as part:
             for half in range(2):
-                place = part * (2 * _SIDE) + half * _SIDE
-                target.store(source.load(place, _SIDE), place)
+                column = part * (2 * _SIDE) + half * _SIDE
+                target.store(source.load(column, _SIDE), column)
     return k
 
 
@@ -327,9 +327,9 @@ def _pairs(tiling: Tiling) -> FunctionBuilder:
         start = index * 2 * args.columns
         low, high, target = args["from"].at(start), args["from"].at(start + args.columns), args.to.at(start)
         with k.loop(args.columns // side) as part:
-            one, other = (row.load(part * side, side) for row in (low, high))
+            first, second = (row.load(part * side, side) for row in (low, high))
             order = [lane + side * row for lane, row in product(range(side), range(2))]
-            target.store(one.shuffle(order, other), part * side * 2)
+            target.store(first.shuffle(order, second), part * side * 2)
     return k
 
 
@@ -355,8 +355,8 @@ def _results(tiling: Tiling) -> FunctionBuilder:
         rows = [k.args.addresses.load(lane + at).of(tiling.stored) for at in range(_SIDE)]
         with k.loop(k.args.columns // _SIDE) as part:
             column = part * _SIDE
-            places: list[Value] = [(column + at) * tiling.row_block + lane for at in range(_SIDE)]
-            values = [k.args["from"].load(place, _SIDE) / sums for place in places]
+            offsets: list[Value] = [(column + at) * tiling.row_block + lane for at in range(_SIDE)]
+            values = [k.args["from"].load(offset, _SIDE) / sums for offset in offsets]
             for row, value in zip(rows, transpose(values), strict=True):
                 row.store(value, column)
     return k
@@ -405,12 +405,12 @@ def _each_score(tiling: Tiling, k: FunctionBuilder, changing: Callable[[Value], 
     args = k.args
     each = k.loop(args.keys, *(args.before.load(lane, k.width) for lane in tiling.starts))
     change = changing(each.index)
-    row, found = each.index * tiling.row_block, []
+    row, largest = each.index * tiling.row_block, []
     for at, (lane, value) in enumerate(zip(tiling.starts, each.values, strict=True)):
         score = change(at, args.scores.load(row + lane, k.width))
         args.scores.store(score, row + lane)
-        found.append(larger(score, value))
-    for lane, value in zip(tiling.starts, each.close(*found), strict=True):
+        largest.append(larger(score, value))
+    for lane, value in zip(tiling.starts, each.close(*largest), strict=True):
         args.largest.store(value, lane)
 
 
@@ -436,15 +436,15 @@ def _weights(tiling: Tiling) -> FunctionBuilder:
     each = k.loop(args.keys >> 1, *sums)
     row, totals = each.index * (2 * tiling.row_block), []
     for lane, shift, total in zip(tiling.starts, shifts, each.values, strict=True):
-        places = [row + (lane + key * tiling.row_block) for key in range(2)]
-        exponents = [fma(args.scores.load(place, k.width), scale, shift) for place in places]
+        offsets = [row + (lane + key * tiling.row_block) for key in range(2)]
+        exponents = [fma(args.scores.load(offset, k.width), scale, shift) for offset in offsets]
         low, high = (exp2(exponent, EXP2_BFLOAT16 if tiling.pairs else EXP2) for exponent in exponents)
         totals.append(total + low + high)
         if tiling.pairs:
             args.scores.of("i32").store(_pair(low, high), (row >> 1) + lane)
         else:
-            for power, place in zip((low, high), places, strict=True):
-                args.scores.store(power, place)
+            for power, offset in zip((low, high), offsets, strict=True):
+                args.scores.store(power, offset)
     for lane, total in zip(tiling.starts, each.close(*totals), strict=True):
         args.sums.store(total, lane)
     return k

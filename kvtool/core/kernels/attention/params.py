@@ -134,7 +134,7 @@ class AttentionCall(NamedTuple):
     on_device: bool = False  # see `KeyRanges`
     gradient: bool = False  # queries require one
     mixed: bool = False  # keys or values have another dtype
-    asked: bool = False  # the environment asks for the backend: no preference for another counts
+    is_asked: bool = False  # the environment asks for the backend: no preference for another counts
 
     @classmethod
     def of(

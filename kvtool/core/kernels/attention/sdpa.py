@@ -25,7 +25,7 @@ def declines(call: AttentionCall) -> str:
         return "torch's fused kernel knows neither a softcap nor sinks"
     if call.batch > 1 and not (call.causal and call.key_dim == call.value_dim):
         return "rows that do not see all before them are taken from one prompt"
-    if call.rows == 1 or call.batch > 1 or call.window is not None or call.asked or call.device != "cpu":
+    if call.rows == 1 or call.batch > 1 or call.window is not None or call.is_asked or call.device != "cpu":
         return ""
     is_long_prefill = call.causal and call.key_dim == call.value_dim and call.rows >= LONG_PREFILL
     if not is_long_prefill and not has_tiles(call.dtype):
@@ -54,16 +54,16 @@ def attend(
     # Rows before heads: the model needs them so, and its own transposition then copies nothing.
     out = query.new_empty((1, rows, query.shape[1], value.shape[3])).transpose(1, 2)
     for begin in range(0, rows, BLOCK):
-        some = slice(begin, min(begin + BLOCK, rows))
-        own = slice(ranges.begin(begin), ranges.last[some.stop - 1] + 1)
+        block = slice(begin, min(begin + BLOCK, rows))
+        seen = slice(ranges.begin(begin), ranges.last[block.stop - 1] + 1)
         is_cpu = query.device.type == "cpu"  # where torch's kernel would convert a mask of booleans for every head
-        keys_of = some, own.start, own.stop
+        keys_of = block, seen.start, seen.stop
         mask = ranges.mask(*keys_of, query.dtype) if is_cpu else ~ranges.hidden(*keys_of)
-        part = query[:, :, some], key[:, :, own], value[:, :, own]
-        if is_cpu and some.stop - begin > _GROUPED:
-            out[:, :, some] = F.scaled_dot_product_attention(*part, mask[None, None], scale=scale, enable_gqa=shared)
+        part = query[:, :, block], key[:, :, seen], value[:, :, seen]
+        if is_cpu and block.stop - begin > _GROUPED:
+            out[:, :, block] = F.scaled_dot_product_attention(*part, mask[None, None], scale=scale, enable_gqa=shared)
         else:
-            out[:, :, some] = _grouped(*part, mask, scale)
+            out[:, :, block] = _grouped(*part, mask, scale)
     return out
 
 

@@ -57,9 +57,9 @@ def tile_for(rows: int, head_dim: int, dtype: torch.dtype, memory: int = 100 * 1
 
 
 def splits_for(blocks: int, keys: int, tile: Tile, multiprocessors: int) -> int:
-    wanted = -(-2 * multiprocessors // max(blocks, 1))
+    splits = -(-2 * multiprocessors // max(blocks, 1))
     most = max(1, keys // (4 * tile.keys))  # a part of fewer keys is not worth its join
-    return max(1, min(wanted, most, _MOST_SPLITS))
+    return max(1, min(splits, most, _MOST_SPLITS))
 
 
 def declines(call: AttentionCall) -> str:
@@ -197,8 +197,8 @@ def _multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def _shared_memory(device: torch.device) -> int:
-    known = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    return int(getattr(known, "shared_memory_per_block_optin", 0)) or 100 * 1024
+    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return int(getattr(properties, "shared_memory_per_block_optin", 0)) or 100 * 1024
 
 
 # Below: Triton, which takes no numbers of this module.
@@ -213,13 +213,13 @@ def _joined(
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     split, column = tl.arange(0, SIZE).to(tl.int64), tl.arange(0, WIDTH)
     here = split < splits
-    found = tl.load(sums + (split * tl.num_programs(1) + head) * rows + row, mask=here, other=float("-inf"))
-    share = tl.exp2(found - tl.max(found, 0))
-    place = split[:, None] * part_split + head * part_head + row * part_row + column[None, :]
-    part = tl.load(parts + place, mask=here[:, None] & (column < DIM)[None, :], other=0.0)
+    log_sums = tl.load(sums + (split * tl.num_programs(1) + head) * rows + row, mask=here, other=float("-inf"))
+    share = tl.exp2(log_sums - tl.max(log_sums, 0))
+    offset = split[:, None] * part_split + head * part_head + row * part_row + column[None, :]
+    part = tl.load(parts + offset, mask=here[:, None] & (column < DIM)[None, :], other=0.0)
     mixed = tl.sum(part * share[:, None], 0) / tl.sum(share, 0)
-    place = out + head * out_head + row * out_row + column
-    tl.store(place, mixed.to(out.dtype.element_ty), mask=column < DIM)
+    address = out + head * out_head + row * out_row + column
+    tl.store(address, mixed.to(out.dtype.element_ty), mask=column < DIM)
 
 
 def _attend(
@@ -240,8 +240,8 @@ def _attend(
     column = tl.arange(0, WIDTH)
     inside = column < DIM
     position = tl.load(at + row, mask=real, other=-1)
-    place = row.to(tl.int64)[:, None] * query_row + head[:, None] * query_head + column[None, :]
-    part = tl.load(query + place, mask=real[:, None] & inside[None, :], other=0.0)
+    offset = row.to(tl.int64)[:, None] * query_row + head[:, None] * query_head + column[None, :]
+    part = tl.load(query + offset, mask=real[:, None] & inside[None, :], other=0.0)
     since = position * 0
     if WINDOWED:
         since = tl.load(begins + row, mask=real, other=0)
@@ -258,9 +258,9 @@ def _attend(
         True, CAPPED, DIM, WIDTH, KEYS, PRECISION, WIDEN,
     )  # fmt: skip
     split = tl.program_id(2).to(tl.int64)
-    place = split * out_split + row.to(tl.int64)[:, None] * out_row + head[:, None] * out_head + column[None, :]
-    found = sums + (split * tl.num_programs(1) * GROUPS + head) * rows + row
-    _written(out + place, found, most, total, mixed, real, inside, PARTS)
+    offset = split * out_split + row.to(tl.int64)[:, None] * out_row + head[:, None] * out_head + column[None, :]
+    sums_address = sums + (split * tl.num_programs(1) * GROUPS + head) * rows + row
+    _written(out + offset, sums_address, most, total, mixed, real, inside, PARTS)
 
 
 def _keys_of(
@@ -298,21 +298,21 @@ def _begun(
 
 
 def _written(
-    place: tl.tensor, sums: tl.tensor, most: tl.tensor, total: tl.tensor, mixed: tl.tensor, real: tl.tensor,
+    address: tl.tensor, sums: tl.tensor, most: tl.tensor, total: tl.tensor, mixed: tl.tensor, real: tl.tensor,
     inside: tl.tensor, PARTS: tl.constexpr,
 ) -> None:  # fmt: skip
     mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
-    tl.store(place, mixed.to(place.dtype.element_ty), mask=real[:, None] & inside[None, :])
+    tl.store(address, mixed.to(address.dtype.element_ty), mask=real[:, None] & inside[None, :])
     if PARTS:
-        found = tl.where(total > 0, most + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
-        tl.store(sums, found, mask=real)
+        log_sum = tl.where(total > 0, most + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
+        tl.store(sums, log_sum, mask=real)
 
 
-def _read(place: tl.tensor, mask: tl.tensor, MASKED: tl.constexpr) -> tl.tensor:
+def _read(address: tl.tensor, mask: tl.tensor, MASKED: tl.constexpr) -> tl.tensor:
     if MASKED:
-        return tl.load(place, mask=mask, other=0.0)
+        return tl.load(address, mask=mask, other=0.0)
     else:
-        return tl.load(place)
+        return tl.load(address)
 
 
 def _over(
@@ -327,8 +327,8 @@ def _over(
     for start in range(begin, end, KEYS):
         at = start + tl.arange(0, KEYS).to(tl.int64)
         here = at < high
-        place = keys + (at * key_row)[None, :] + column[:, None]
-        block = _read(place, here[None, :] & inside[:, None], MASKED or DIM != WIDTH)
+        address = keys + (at * key_row)[None, :] + column[:, None]
+        block = _read(address, here[None, :] & inside[:, None], MASKED or DIM != WIDTH)
         if WIDEN:
             score = tl.dot(part.to(tl.float32), block.to(tl.float32)) * scale
         else:
@@ -342,8 +342,8 @@ def _over(
         shift = tl.where(highest == float("-inf"), 0.0, highest)  # a row that has seen no key yet
         weight = tl.exp2(score - shift[:, None])
         fade = tl.exp2(most - shift)
-        place = values + (at * value_row)[:, None] + column[None, :]
-        block = _read(place, here[:, None] & inside[None, :], MASKED or DIM != WIDTH)
+        address = values + (at * value_row)[:, None] + column[None, :]
+        block = _read(address, here[:, None] & inside[None, :], MASKED or DIM != WIDTH)
         rounded = weight.to(block.dtype)
         if WIDEN:
             mixed = mixed * fade[:, None] + tl.dot(rounded.to(tl.float32), block.to(tl.float32))

@@ -143,13 +143,13 @@ def _each_row(k: FunctionBuilder) -> Iterator[tuple[Fields, Value]]:
 
 def _norm(job: Fields, rounds_first: bool, x: Value, more: Value, sum_: Value, y: Value) -> None:
     k = x.k
-    some = k.when(job.more.ne(0), x)
+    branch = k.when(job.more.ne(0), x)
 
     def add(lanes: int, index: Value) -> None:
         sum_.store(x.load(index, lanes) + more.load(index, lanes), index)
 
     each(k, job.count, add)
-    (source,) = some.close(sum_)
+    (source,) = branch.close(sum_)
     simd.rms_norm(source, job.weight, y, job.count, job.epsilon, rounds_first)
 
 
@@ -163,12 +163,12 @@ def _rotate(job: Fields, element: str, angles: str, row: Value) -> None:
 
 def _rotate_head(head: Value, table: Sequence[Value], half: Value) -> None:
     def work(lanes: int, index: Value) -> None:
-        places = index, index + half
-        low, high = (head.load(place, lanes) for place in places)
+        columns = index, index + half
+        low, high = (head.load(column, lanes) for column in columns)
         cos, sin = (side.load(index, lanes) for side in table)
-        for value, place in zip(
-            rotate(low, high, cos, sin, lambda product: rounded(product, table[0].target)), places, strict=True
+        for value, column in zip(
+            rotate(low, high, cos, sin, lambda product: rounded(product, table[0].target)), columns, strict=True
         ):
-            head.store(value, place)
+            head.store(value, column)
 
     each(head.k, half, work)

@@ -60,8 +60,8 @@ def with_all_inputs(multiply_row: Row, inputs: Inputs, bits: int) -> FunctionBui
 def _multiply(k: FunctionBuilder, multiply_row: Row, first: Value, last: Value, tile: Sequence[Input]) -> None:
     with k.loop(last - first, may_be_empty=True) as index:
         row = first + index
-        for one, value in zip(tile, multiply_row(row, tile), strict=True):
-            one.y.store(value, row)
+        for operand, value in zip(tile, multiply_row(row, tile), strict=True):
+            operand.y.store(value, row)
 
 
 def _multiply_tiles(k: FunctionBuilder, multiply_row: Row, inputs: Inputs, height: int, bits: int) -> None:
@@ -73,8 +73,8 @@ def _multiply_tiles(k: FunctionBuilder, multiply_row: Row, inputs: Inputs, heigh
         last = k.minimum(first + size, args.last)
         with k.loop((args.inputs + (height - 1)) // height) as index:
             # The last tile begins where it ends with the last input: what it computes again comes out the same.
-            place = k.minimum(index * height, args.inputs - height)
-            _multiply(k, multiply_row, first, last, inputs.tile(place))
+            number = k.minimum(index * height, args.inputs - height)
+            _multiply(k, multiply_row, first, last, inputs.tile(number))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class Inputs:
     def tile(self, first: Value) -> list[Input]:
         if self.height == 1:
             return [self._input(None)]
-        numbers = [first + place for place in range(self.height)]
+        numbers = [first + index for index in range(self.height)]
         return [self._input(number) for number in numbers]
 
     def _input(self, number: Value | None) -> Input:
@@ -114,16 +114,16 @@ class Inputs:
 
     @property
     def _count_and_pitch(self) -> tuple[Value, Value]:
-        one = self.k.constant("i64", 1)
-        return (one, one) if self.height == 1 else (self.k.args.inputs, self.k.args.x_pitch)
+        unit = self.k.constant("i64", 1)
+        return (unit, unit) if self.height == 1 else (self.k.args.inputs, self.k.args.x_pitch)
 
     def _group_sums(self) -> Value:
         k, group, (count, pitch) = self.k, self._layout.group, self._count_and_pitch
         sums = k.alloca("float", self._groups * count)
         with k.loop(count) as number:
-            own, out = k.args.x.at(number * pitch), sums.at(number * self._groups)
+            source, out = k.args.x.at(number * pitch), sums.at(number * self._groups)
             with k.loop(self._groups) as index:
-                x = own.at(index * group)
+                x = source.at(index * group)
                 out.store(total(*(x.load(start, k.width) for start in range(0, group, k.width))), index)
         return sums
 
@@ -137,14 +137,14 @@ def _dense_row(k: FunctionBuilder, kind: str) -> Row:
         def step(width: int, first: Value, sums: Sequence[Value]) -> list[Value]:
             if width == 1:
                 weight = data.load(first, 1).lane(0)
-                return [fma(weight, one.x.load(first), value) for one, value in zip(tile, sums, strict=True)]
+                return [fma(weight, operand.x.load(first), value) for operand, value in zip(tile, sums, strict=True)]
             grown = list(sums)
             for part in range(_UNROLLED):
                 column = first + part * k.width
                 weights = data.load(column, k.width)
-                for at, one in enumerate(tile):
-                    place = at * _UNROLLED + part
-                    grown[place] = fma(weights, one.x.load(column, k.width), grown[place])
+                for at, operand in enumerate(tile):
+                    index = at * _UNROLLED + part
+                    grown[index] = fma(weights, operand.x.load(column, k.width), grown[index])
             return grown
 
         def single(wide: Sequence[Value]) -> list[Value]:
@@ -171,14 +171,14 @@ def packed_row(rows: PackedRows, add_blocks: AddBlocks, is_shifted: bool) -> Row
 
         zeros = [k.zeros(k.width), k.zeros(k.width), k.zeros(rows.step * BLOCK // layout.group)]
         sums = along(k, rows.blocks, rows.step, step, zeros * len(tile), single)
-        found = []
+        results = []
         for at, (even, odd, shift) in enumerate(zip(*[iter(sums)] * SUMS, strict=True)):
             value = total(even, odd)
             if is_shifted:
                 value = value + total(wide[at] if wide else shift)
                 value = value + shift.lane(0) if wide else value
-            found.append(value)
-        return found
+            results.append(value)
+        return results
 
     return multiply
 
@@ -190,11 +190,11 @@ def _add_blocks(
     scales, shifts, _ = rows.factors(row, block, blocks)
     groups = BLOCK // layout.group
     for index in range(blocks):
-        own = block + index
-        parts = codes(layout, row[0], own)
-        for at, one in enumerate(tile):
+        block_number = block + index
+        parts = codes(layout, row[0], block_number)
+        for at, operand in enumerate(tile):
             even, odd = grown[SUMS * at : SUMS * at + 2]
-            for group, value in enumerate(_group_products(layout, parts, one.x.at(own * BLOCK))):
+            for group, value in enumerate(_group_products(layout, parts, operand.x.at(block_number * BLOCK))):
                 scale = scales.shuffle([index * groups + group] * width)
                 even, odd = odd, fma(value, scale, even)
             grown[SUMS * at : SUMS * at + 2] = even, odd
@@ -205,9 +205,9 @@ def _add_blocks(
 def add_shifts(rows: PackedRows, shifts: Value | None, block: Value, tile: Sequence[Input], sums: list[Value]) -> None:
     if shifts is None:
         return
-    for at, one in enumerate(tile, 1):
-        assert one.sums is not None
-        x = one.sums.load(block * (BLOCK // rows.layout.group), shifts.lanes)
+    for at, operand in enumerate(tile, 1):
+        assert operand.sums is not None
+        x = operand.sums.load(block * (BLOCK // rows.layout.group), shifts.lanes)
         sums[SUMS * at - 1] = fma(shifts, x, sums[SUMS * at - 1])
 
 
@@ -299,22 +299,22 @@ class PackedRows:
         layout = self.layout
         if layout.superblocks:
             return self._superblock(scales, block)
-        found = scales.load(block, blocks)
+        group_scales = scales.load(block, blocks)
         if layout.group_mins:
-            return found, group_mins.load(block, blocks), blocks
-        return found, found * -float(layout.zero_point) if layout.is_shifted else None, blocks
+            return group_scales, group_mins.load(block, blocks), blocks
+        return group_scales, group_scales * -float(layout.zero_point) if layout.is_shifted else None, blocks
 
     def _superblock(self, scales: Value, block: Value) -> tuple[Value, Value, int]:
         layout = self.layout
-        own = scales.at(block // BLOCKS * layout.block_bytes)
+        superblock = scales.at(block // BLOCKS * layout.block_bytes)
         count, kinds = SUPERBLOCK // layout.group, 1 + layout.group_mins
         products = []
         for kind in range(kinds):  # a float16 times an int8 for each group
-            factor = own.at(2 * kind).of("float16").load(lanes=1, align=1).shuffle([0] * count)
-            numbers = own.load(2 * kinds + kind * count, count)
+            factor = superblock.at(2 * kind).of("float16").load(lanes=1, align=1).shuffle([0] * count)
+            numbers = superblock.load(2 * kinds + kind * count, count)
             products.append(factor * numbers.to("float", signed=True))
-        found, *mins = products
-        return found, -mins[0] if mins else found * -float(layout.zero_point), count
+        group_scales, *mins = products
+        return group_scales, -mins[0] if mins else group_scales * -float(layout.zero_point), count
 
 
 def unpack(isa: Isa, kind: str, to: str) -> FunctionBuilder:
@@ -340,22 +340,22 @@ def _unpack_blocks(rows: PackedRows, row: Addresses, block: Value, blocks: int, 
     width, group = out.k.width, rows.layout.group
     scales, shifts, _ = rows.factors(row, block, blocks)
     for index in range(blocks):
-        own = block + index
-        place = out.at(own * BLOCK)
-        for part, code in enumerate(codes(rows.layout, row[0], own)):
+        block_number = block + index
+        address = out.at(block_number * BLOCK)
+        for part, code in enumerate(codes(rows.layout, row[0], block_number)):
             lanes = [index * BLOCK // group + part // (group // width)] * width
             scale = scales.shuffle(lanes)
             weight = code * scale if shifts is None else fma(code, scale, shifts.shuffle(lanes))
-            _store_weights(weight, place, part * width)
+            _store_weights(weight, address, part * width)
 
 
-def _store_weights(weights: Value, place: Value, at: int) -> None:
+def _store_weights(weights: Value, address: Value, at: int) -> None:
     k = weights.k
-    if place.target == "bfloat16" and "avx512bf16" in k.isa.features:  # one instruction
+    if address.target == "bfloat16" and "avx512bf16" in k.isa.features:  # one instruction
         short = k.call("llvm.x86.avx512bf16.cvtneps2bf16.512", "<16 x bfloat>", weights)
-        place.of("i16").store(short.bitcast("i16"), at)
+        address.of("i16").store(short.bitcast("i16"), at)
     else:
-        place.store(rounded(weights, "bfloat16") if place.target == "float32" else weights, at)
+        address.store(rounded(weights, "bfloat16") if address.target == "float32" else weights, at)
 
 
 # `next` is the first row that no thread has taken yet, `share` how many are taken at a time.
@@ -370,8 +370,8 @@ def share(function: FunctionBuilder) -> FunctionBuilder:
     k = FunctionBuilder(f"share_{function.name}", function.isa, "ptr job")
     job = SHARE_JOB.load(k, k.args.job)
     with WorkQueue(k, k.args.job, job.share, job.last) as queue:
-        own = {"first": queue.first, "last": queue.last}
-        k.call_void(function.name, *(own[name] if name in own else job[name] for name in function.args.names))
+        bounds = {"first": queue.first, "last": queue.last}
+        k.call_void(function.name, *(bounds[name] if name in bounds else job[name] for name in function.args.names))
     return k
 
 
@@ -418,13 +418,13 @@ def _multiply_taken(k: FunctionBuilder, job: Fields, weights: Value, taken: Work
     high = tile_rows(k.isa)
     with k.loop((taken.last - taken.first) // OUTPUTS) as across:
         output = across * OUTPUTS
-        own = weights.at(output * job.columns)
+        tile_weights = weights.at(output * job.columns)
         output = taken.first + output
         with k.loop((job.rows + (high - 1)) // high) as down:
             # The last tile begins where it ends with the last row: what it computes again comes out the same.
             row = k.minimum(down * high, job.rows - high)
             x = job.x.of(weights.target).at(row * job.columns)
-            _store_tile(job, weights.target, totals(_sums(k, job.columns, own, x)), row, output)
+            _store_tile(job, weights.target, totals(_sums(k, job.columns, tile_weights, x)), row, output)
 
 
 def _sums(k: FunctionBuilder, columns: Value, weights: Value, x: Value) -> list[Value]:
@@ -435,8 +435,8 @@ def _sums(k: FunctionBuilder, columns: Value, weights: Value, x: Value) -> list[
 
     def factors(step: Value) -> tuple[list[Value], list[Value]]:
         column = step * lanes
-        own = [output.load(column, lanes) for output in outputs]
-        return [row.load(column, lanes) for row in rows], own
+        vectors = [output.load(column, lanes) for output in outputs]
+        return [row.load(column, lanes) for row in rows], vectors
 
     return accumulate(columns // lanes, [k.zeros(k.width)] * k.width, factors, pairs=pairs)
 

@@ -81,8 +81,8 @@ def quantize(isa: Isa, group: int) -> FunctionBuilder:
     return k
 
 
-def _quantize_group(out: Fields, x: Value, place: Value, where: Callable[[int], Value], group: int) -> None:
-    """Write what a group, from `x` on, comes to: `place` is its number, `where` the address of a column's q."""
+def _quantize_group(out: Fields, x: Value, number: Value, where: Callable[[int], Value], group: int) -> None:
+    """Write what a group, from `x` on, comes to: `number` is its own, `where` the address of a column's q."""
     k, width = x.k, x.k.width
     loaded = [x.load(start, width) for start in range(0, group, width)]
     # As whole numbers: NaN is the largest then, and comes out as NaN. What 127 cannot be divided by is 0.
@@ -98,8 +98,8 @@ def _quantize_group(out: Fields, x: Value, place: Value, where: Callable[[int], 
         where(part * width).store(rounded.to("i8"))
     scale = most * (1 / TOP)
     summed = k.call(f"llvm.vector.reduce.add.v{width}i32", "i32", total).to("float", signed=True)
-    out.scales.store(scale, place)
-    out.sums.store(summed * scale, place)
+    out.scales.store(scale, number)
+    out.sums.store(summed * scale, number)
 
 
 def int8_gemm(isa: Isa, kind: str) -> FunctionBuilder:
@@ -131,20 +131,20 @@ def _unpack_row(rows: PackedRows, number: Value, lane: Value, panel: _Panel) -> 
     whole = _loses_sign(number.k.isa, layout)
 
     def unpack(blocks: int, first: Value) -> None:
-        found, shifts, _ = rows.factors(row, first, blocks)
+        group_scales, shifts, _ = rows.factors(row, first, blocks)
         groups = blocks * BLOCK // layout.group
         for at in range(groups):
-            scale, place = found.lane(at), (first * (BLOCK // layout.group) + at) * width + lane
-            scales.store(scale, place)
+            scale, offset = group_scales.lane(at), (first * (BLOCK // layout.group) + at) * width + lane
+            scales.store(scale, offset)
             least = shifts.lane(at) if shifts is not None else scale * 0.0
-            mins.store(least - scale * 128.0 if whole else least, place)
+            mins.store(least - scale * 128.0 if whole else least, offset)
         for block in range(blocks):
-            own = first + block
-            for part, some in enumerate(whole_codes(layout, row[0], own)):
-                quads = ((some ^ 128) if whole else some).to("i8").bitcast(f"<{width // 4} x i32>")
+            block_number = first + block
+            for part, vector in enumerate(whole_codes(layout, row[0], block_number)):
+                quads = ((vector ^ 128) if whole else vector).to("i8").bitcast(f"<{width // 4} x i32>")
                 for quad in range(width // 4):
-                    place = (own * _QUADS + (part * width // 4 + quad)) * width + lane
-                    codes.of("i32").store(quads.lane(quad), place)
+                    offset = (block_number * _QUADS + (part * width // 4 + quad)) * width + lane
+                    codes.of("i32").store(quads.lane(quad), offset)
 
     each(number.k, rows.blocks, unpack, width=rows.step)
 
@@ -160,13 +160,13 @@ def _multiply_panel(job: Fields, layout: Layout, output: Value, panel: _Panel) -
         q = [job.q.at(row * job.columns).of("i32") for row in rows]
         loop = k.loop(groups, *[bias] * high)
         number = loop.index
-        own = codes.of("i32").at(number * (quads * width))
-        sums = _dot(layout, own, [one.at(number * quads) for one in q])
+        group_codes = codes.of("i32").at(number * (quads * width))
+        sums = _dot(layout, group_codes, [address.at(number * quads) for address in q])
         scale, least = scales.load(number * width, width), mins.load(number * width, width)
         grown = []
         for row, value, whole in zip(rows, loop.values, sums, strict=True):
-            place = row * groups + number
-            x_scale, x_sum = (each.load(place).splat(width) for each in (job.x_scales, job.x_sums))
+            offset = row * groups + number
+            x_scale, x_sum = (each.load(offset).splat(width) for each in (job.x_scales, job.x_sums))
             value = fma(whole.to("float", signed=True) * x_scale, scale, value)
             grown.append(fma(least, x_sum, value) if _is_shifted(k.isa, layout) else value)
         for row, value in zip(rows, loop.close(*grown), strict=True):
@@ -180,13 +180,13 @@ def _dot(layout: Layout, codes: Value, q: Sequence[Value]) -> list[Value]:
     most = (2**15 - 1) // (2 * TOP * (2**layout.bits - 1))  # products of pairs that a sum of 16 bits holds
     last = layout.group // 4 - 1
     for quad in range(last + 1):
-        own = codes.load(quad * width, width)
-        for row, one in enumerate(q):
-            four = one.load(quad, align=1).splat(width)
+        quad_codes = codes.load(quad * width, width)
+        for row, address in enumerate(q):
+            four = address.load(quad, align=1).splat(width)
             if k.isa in (AVX512_VNNI, NEON_DOT):
-                sums[row] = _add_fours(sums[row], own, four)
+                sums[row] = _add_fours(sums[row], quad_codes, four)
                 continue
-            pairs = [side.bitcast(f"<{4 * width} x i8>") for side in (own, four)]
+            pairs = [side.bitcast(f"<{4 * width} x i8>") for side in (quad_codes, four)]
             halves[row] = halves[row] + k.call(_PAIRS[width], halves[row].type, *pairs)
             if quad % most == most - 1 or quad == last:
                 sums[row] = sums[row] + k.call(_SUM_PAIRS[width], sums[row].type, halves[row], ones)
@@ -249,8 +249,8 @@ class _RoundedInputs(Inputs):
             def where(start: int) -> Value:
                 column = index * group + start
                 block, half = column // BLOCK, column % BLOCK // HALF
-                place = (block // at_once * 2 + half) * at_once + block % at_once
-                return self._q.at(number * columns).at(place * HALF + column % HALF)
+                position = (block // at_once * 2 + half) * at_once + block % at_once
+                return self._q.at(number * columns).at(position * HALF + column % HALF)
 
             x = k.args.x.at(number * pitch).at(index * group)
             _quantize_group(self._out, x, number * self._groups + index, where, group)
@@ -259,8 +259,8 @@ class _RoundedInputs(Inputs):
         args, out = self.k.args, self._out
         if number is None:
             return Input(self._q, args.out, out.sums, out.scales)
-        q, y, place = self._q.at(number * args.columns), args.out.at(number * args.y_pitch), number * self._groups
-        return Input(q, y, out.sums.at(place), out.scales.at(place))
+        q, y, offset = self._q.at(number * args.columns), args.out.at(number * args.y_pitch), number * self._groups
+        return Input(q, y, out.sums.at(offset), out.scales.at(offset))
 
 
 def _add_blocks(
@@ -269,12 +269,12 @@ def _add_blocks(
     k, layout, grown, at_once = rows.k, rows.layout, list(sums), blocks_at_once(rows.k.isa)
     scales, shifts, count = rows.factors(row, block, blocks)
     groups, first = BLOCK // layout.group, block * (BLOCK // layout.group)
-    factors = [scales * cast(Value, one.scales).load(first, count) for one in tile]
+    factors = [scales * cast(Value, operand.scales).load(first, count) for operand in tile]
     for index in range(0, blocks, at_once):
-        own = block + index
-        halves = _byte_halves(layout, row[0], own)
-        for at, one in enumerate(tile):
-            q = [one.x.at(own * BLOCK).load(half * k.width * 4, 4 * k.width) for half in range(2)]
+        block_number = block + index
+        halves = _byte_halves(layout, row[0], block_number)
+        for at, operand in enumerate(tile):
+            q = [operand.x.at(block_number * BLOCK).load(half * k.width * 4, 4 * k.width) for half in range(2)]
             parts = [(halves, q)] if groups == 1 else [([c], [x]) for c, x in zip(halves, q, strict=True)]
             for group, (codes, x) in enumerate(parts):
                 lanes = [(index + lane // 4) * groups + group for lane in range(k.width)]
@@ -338,10 +338,10 @@ _HALVES = {8: _eights, 4: _fours, 2: _twos, 1: _ones}
 def _dot_bytes(k: FunctionBuilder, codes: Sequence[Value], q: Sequence[Value]) -> Value:
     total = k.zeros(k.width, "i32")
     if k.isa in (AVX512_VNNI, NEON_DOT):
-        for own, one in zip(codes, q, strict=True):
-            total = _add_fours(total, *(side.bitcast(total.type) for side in (own, one)))
+        for code_bytes, x_bytes in zip(codes, q, strict=True):
+            total = _add_fours(total, *(side.bitcast(total.type) for side in (code_bytes, x_bytes)))
         return total
     halves = k.zeros(2 * k.width, "i16")
-    for own, one in zip(codes, q, strict=True):
-        halves = halves + k.call(_PAIRS[k.width], halves.type, own, one)
+    for code_bytes, x_bytes in zip(codes, q, strict=True):
+        halves = halves + k.call(_PAIRS[k.width], halves.type, code_bytes, x_bytes)
     return k.call(_SUM_PAIRS[k.width], total.type, halves, k.constant(halves.type, 1))

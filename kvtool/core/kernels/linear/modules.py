@@ -47,8 +47,8 @@ class PackedLinear(torch.nn.Linear):
         self.weight = torch.nn.Parameter(shape, requires_grad=False)
         self._least_few, self.int8 = least_rows(matrix, dtype), int8 and has_int8(matrix)
         self.int8_row = int8 and has_int8_row(matrix)
-        kept = None if bias is None else torch.nn.Parameter(bias.to(dtype), requires_grad=False)
-        self.register_parameter("bias", kept)
+        parameter = None if bias is None else torch.nn.Parameter(bias.to(dtype), requires_grad=False)
+        self.register_parameter("bias", parameter)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if input.numel() == self.in_features:
@@ -69,8 +69,8 @@ class PackedLinear(torch.nn.Linear):
         count = rows.numel() // self.in_features
         if not self.in_team(count, rows.dtype):
             return self(rows)  # type: ignore[no-any-return]
-        found = self._few(rows.reshape(count, self.in_features).contiguous())
-        return found.view(*rows.shape[:-1], self.out_features)
+        products = self._few(rows.reshape(count, self.in_features).contiguous())
+        return products.view(*rows.shape[:-1], self.out_features)
 
     def in_team(self, rows: int, dtype: torch.dtype) -> bool:
         """Return True if `rows_product` multiplies so many rows by machine code, and by none of torch's threads."""
@@ -94,10 +94,10 @@ class PackedLinear(torch.nn.Linear):
 
     def _unpacked(self, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
         size = (last - first) * self.in_features
-        kept: torch.Tensor | None = getattr(_scratch, "numbers", None)
-        if kept is None or kept.numel() < size or kept.dtype != dtype:
-            kept = _scratch.numbers = torch.empty(size, dtype=dtype)
-        return dequantize_rows(self.matrix, first, last, kept)
+        numbers: torch.Tensor | None = getattr(_scratch, "numbers", None)
+        if numbers is None or numbers.numel() < size or numbers.dtype != dtype:
+            numbers = _scratch.numbers = torch.empty(size, dtype=dtype)
+        return dequantize_rows(self.matrix, first, last, numbers)
 
 
 class PackedEmbedding(torch.nn.Embedding):

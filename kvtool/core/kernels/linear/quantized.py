@@ -178,7 +178,7 @@ def _compiled_row(kind: str, isa: Isa) -> Function:
 @compile_once
 def _int8(kind: str, isa: Isa) -> tuple[Function, Function]:
     functions = int8_ir.quantize(isa, LAYOUTS[kind].group), int8_ir.int8_gemm(isa, kind)
-    quantize, multiply = compiled(module(*functions), isa, *(one.name for one in functions))
+    quantize, multiply = compiled(module(*functions), isa, *(function.name for function in functions))
     return quantize, multiply
 
 
@@ -215,5 +215,5 @@ def _compiled(kind: str, isa: Isa) -> dict[str, Function]:
     for to in () if LAYOUTS[kind].dense else ("float32", "bfloat16"):
         functions[to] = unpack(isa, kind, to)
     shares = [share(function) for function in functions.values()]
-    found = compiled(module(*functions.values(), *shares), isa, *(one.name for one in shares))
-    return dict(zip(functions, found, strict=True))
+    entries = compiled(module(*functions.values(), *shares), isa, *(function.name for function in shares))
+    return dict(zip(functions, entries, strict=True))
