@@ -123,29 +123,29 @@ class Value:
 
     def to(self, element: str, signed: bool = False) -> Value:
         """Convert each lane; `signed`: whole numbers have a sign. Float32 is cut off to whole numbers."""
-        wanted, own = vector(self.lanes, element), self.element
-        if own == "ptr" or element == "ptr":
-            how = "ptrtoint" if own == "ptr" else "inttoptr"
-        elif own in _REAL and element in _REAL:
-            how = "fpext" if BYTES[element] > BYTES[own] else "fptrunc"
-        elif own in _REAL:
+        result, source = vector(self.lanes, element), self.element
+        if source == "ptr" or element == "ptr":
+            how = "ptrtoint" if source == "ptr" else "inttoptr"
+        elif source in _REAL and element in _REAL:
+            how = "fpext" if BYTES[element] > BYTES[source] else "fptrunc"
+        elif source in _REAL:
             how = "fptosi"
         elif element in _REAL:
             how = "sitofp" if signed else "uitofp"
-        elif int(element[1:]) > int(own[1:]):
+        elif int(element[1:]) > int(source[1:]):
             how = "sext" if signed else "zext"
         else:
             how = "trunc"
-        return self.k.emit_value(wanted, f"{how} {self.typed} to {wanted}")
+        return self.k.emit_value(result, f"{how} {self.typed} to {result}")
 
     def bitcast(self, kind: str) -> Value:
-        wanted = vector(self.lanes, kind) if self.lanes and not kind.startswith("<") else kind
-        return self.k.emit_value(wanted, f"bitcast {self.typed} to {wanted}")
+        result = vector(self.lanes, kind) if self.lanes and not kind.startswith("<") else kind
+        return self.k.emit_value(result, f"bitcast {self.typed} to {result}")
 
     def splat(self, lanes: int) -> Value:
         kind = vector(lanes, self.type)
-        one = self.k.emit_value(kind, f"insertelement {kind} poison, {self.typed}, i32 0")
-        return one.shuffle([0] * lanes)
+        seed = self.k.emit_value(kind, f"insertelement {kind} poison, {self.typed}, i32 0")
+        return seed.shuffle([0] * lanes)
 
     def shuffle(self, order: Sequence[int], other: Value | None = None) -> Value:
         """Take lanes in an order; those of `other` are counted after one's own."""
@@ -279,7 +279,7 @@ class FunctionBuilder:
     def __init__(self, name: str, isa: Isa, arguments: str = "", *, internal: bool = False, features: str = ""):
         self.name, self.isa, self.block, self.keeps_nan = name, isa, "entry", False
         self.declarations: set[str] = set()
-        pairs = [one.split() for one in arguments.split(",") if one]
+        pairs = [argument.split() for argument in arguments.split(",") if argument]
         self.args = Fields({name: Value(self, kind, f"%{name}") for kind, name in pairs})
         self._internal, self._features = internal, features
         self._lines = ["entry:"]
@@ -324,8 +324,8 @@ class FunctionBuilder:
     def _call(self, name: str | Value, result: str, operands: Sequence[Value]) -> str:
         function = f"@{name}" if isinstance(name, str) else name.name
         if function.startswith("@llvm."):
-            self.declarations.add(f"declare {result} {function}({', '.join(one.type for one in operands)})")
-        return f"call {result} {function}({', '.join(one.typed for one in operands)})"
+            self.declarations.add(f"declare {result} {function}({', '.join(operand.type for operand in operands)})")
+        return f"call {result} {function}({', '.join(operand.typed for operand in operands)})"
 
     def minimum(self, first: Value, second: Value | int, signed: bool = False) -> Value:
         return self.call(f"llvm.{'s' if signed else 'u'}min.i64", "i64", first, first.like(second))
@@ -367,7 +367,7 @@ class FunctionBuilder:
         self._lines[line] = f"  {statement}"
 
     def text(self) -> str:
-        arguments = ", ".join(one.typed for one in self.args)
+        arguments = ", ".join(argument.typed for argument in self.args)
         features = f' "target-features"="{self._features}"' if self._features else ""
         head = f"define {'internal ' if self._internal else ''}void @{self.name}({arguments}){features} {{"
         return "\n".join([head, *self._lines, "  ret void", "}", ""])
@@ -395,8 +395,8 @@ class Loop(Scope):
         k.branch(self._block, self._count.ne(0) if may_be_empty else None, self._after)
         k.begin_block(self._block)
         self._lines = [k.reserve() for _ in self._first]
-        names = [f"%{self._block}.{place}" for place in range(len(self._first))]
-        phis = [Value(k, one.type, name, one.target) for one, name in zip(self._first, names, strict=True)]
+        names = [f"%{self._block}.{number}" for number in range(len(self._first))]
+        phis = [Value(k, value.type, name, value.target) for value, name in zip(self._first, names, strict=True)]
         self.index, *self.values = phis
 
     def __enter__(self) -> Value:
@@ -435,5 +435,5 @@ class When(Scope):
 
 
 def module(*functions: FunctionBuilder, constants: str = "") -> str:
-    declared = sorted(set[str]().union(*(one.declarations for one in functions)))
-    return "\n".join([*declared, constants, *(one.text() for one in functions)])
+    declared = sorted(set[str]().union(*(function.declarations for function in functions)))
+    return "\n".join([*declared, constants, *(function.text() for function in functions)])

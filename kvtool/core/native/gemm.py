@@ -91,9 +91,9 @@ def gemm(isa: Isa, tile: Tile, pitch: int) -> FunctionBuilder:
             a, block = k.args.a.at(down * (tile.rows * pitch)), down * (stride * tile.rows)
             sums = _summed(tile, pitch, a, panel, k.args.steps)
             for row in range(tile.rows):
-                place = out.at(block + stride * row)
+                address = out.at(block + stride * row)
                 for number in range(tile.vectors):
-                    place.store(sums[row * tile.vectors + number], number * tile.width)
+                    address.store(sums[row * tile.vectors + number], number * tile.width)
     return k
 
 

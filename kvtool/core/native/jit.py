@@ -73,12 +73,12 @@ def compiled(text: str, isa: Isa, *names: str) -> tuple[Function, ...]:
 
 def compile_once(make: Callable[..., R]) -> Callable[..., R]:
     """Keep what a function compiles, by its arguments: a thread that asks meanwhile waits for the first one's."""
-    kept, lock = cache(make), threading.Lock()
+    memo, lock = cache(make), threading.Lock()
 
     @wraps(make)
     def once(*arguments: Any) -> R:
         with lock:
-            return kept(*arguments)
+            return memo(*arguments)
 
     return once
 
@@ -109,12 +109,12 @@ def kept_code(key: str) -> bytes | None:
     try:
         descriptor = os.open(folder / key, _FOR_READING)
         with os.fdopen(descriptor, "rb") as file:
-            about = os.fstat(descriptor)
-            found = file.read(_MOST_BYTES + 1) if stat.S_ISREG(about.st_mode) and _is_ours(about) else b""
+            status = os.fstat(descriptor)
+            data = file.read(_MOST_BYTES + 1) if stat.S_ISREG(status.st_mode) and _is_ours(status) else b""
     except OSError:
         return None
-    code = found[_DIGEST:]
-    return code if len(found) <= _MOST_BYTES and code and found[:_DIGEST] == _digest(key, code) else None
+    code = data[_DIGEST:]
+    return code if len(data) <= _MOST_BYTES and code and data[:_DIGEST] == _digest(key, code) else None
 
 
 def keep_code(key: str, code: bytes) -> None:
@@ -139,14 +139,14 @@ def _folder(make: bool) -> Path | None:
         folder = cache_dir() / "native"
         if make:
             make_folder(folder)
-        found = os.lstat(folder)
+        status = os.lstat(folder)
     except (OSError, KvtoolError):
         return None
-    return folder if stat.S_ISDIR(found.st_mode) and _is_ours(found) else None
+    return folder if stat.S_ISDIR(status.st_mode) and _is_ours(status) else None
 
 
-def _is_ours(found: os.stat_result) -> bool:
-    return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+def _is_ours(status: os.stat_result) -> bool:
+    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _digest(key: str, code: bytes) -> bytes:
@@ -157,5 +157,5 @@ def _make_room(folder: Path) -> None:
     """Delete the oldest files: code of versions that are no longer installed."""
     files = [Path(entry.path) for entry in os.scandir(folder) if not entry.is_dir(follow_symlinks=False)]
     if len(files) >= _MOST_FILES:
-        for path in sorted(files, key=lambda one: one.stat().st_mtime)[: _MOST_FILES // 2]:
+        for path in sorted(files, key=lambda file: file.stat().st_mtime)[: _MOST_FILES // 2]:
             path.unlink(missing_ok=True)

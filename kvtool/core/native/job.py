@@ -26,7 +26,7 @@ class Job:
 
     def __init__(self, **fields: str) -> None:
         self.fields = fields
-        self.places = {name: place for place, name in enumerate(fields)}
+        self.places = {name: index for index, name in enumerate(fields)}
         self._words = struct.Struct("=" + "".join("f4x" if kind == "float" else "q" for kind in fields.values()))
         self._memory = ctypes.c_int64 * len(fields)
 
@@ -35,8 +35,8 @@ class Job:
 
     def load(self, k: FunctionBuilder, job: Value, first: int = 0) -> Fields:
         words = job.of("i64")
-        places = enumerate(self.fields.items(), first)
-        return Fields({name: words.at(place).of(kind).load(align=_WORD) for place, (name, kind) in places})
+        items = enumerate(self.fields.items(), first)
+        return Fields({name: words.at(index).of(kind).load(align=_WORD) for index, (name, kind) in items})
 
     @contextlib.contextmanager
     def each(self, k: FunctionBuilder) -> Iterator[Fields]:
@@ -57,12 +57,12 @@ class WorkQueue(Scope):
     """Shares of a job's work, from `first` to before `last`; any number of threads take from one job."""
 
     def __init__(self, k: FunctionBuilder, taken: Value, share: Value | int, stop: Value):
-        self._k, self._take, some, self._end = k, k.new_block(), k.new_block(), k.new_block()
+        self._k, self._take, body, self._end = k, k.new_block(), k.new_block(), k.new_block()
         k.branch(self._take)
         k.begin_block(self._take)
         self.first = k.atomic_add(taken, share)
-        k.branch(some, self.first.compare("slt", stop), self._end)
-        k.begin_block(some)
+        k.branch(body, self.first.compare("slt", stop), self._end)
+        k.begin_block(body)
         self.last = k.minimum(self.first + share, stop, signed=True)
 
     def close(self) -> None:
@@ -84,8 +84,8 @@ class Jobs:
         for name, value in values.items():
             self.words[:, self._places[name]] = value
 
-    def keep(self, some: npt.NDArray[np.bool_]) -> None:
-        self.words = np.ascontiguousarray(self.words[some])
+    def keep(self, mask: npt.NDArray[np.bool_]) -> None:
+        self.words = np.ascontiguousarray(self.words[mask])
 
     def run(self, kernel: Callable[[int, int], None]) -> None:
         if len(self.words):
@@ -98,10 +98,10 @@ def address(array: npt.NDArray[Any]) -> int:
 
 def aligned(count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     """Zeros that begin with a line of the cache: a load across two lines takes twice as long."""
-    wanted = np.dtype(dtype)
-    whole = np.zeros(count * wanted.itemsize + LINE, np.uint8)
+    element = np.dtype(dtype)
+    whole = np.zeros(count * element.itemsize + LINE, np.uint8)
     first = -address(whole) % LINE
-    return whole[first : first + count * wanted.itemsize].view(wanted)
+    return whole[first : first + count * element.itemsize].view(element)
 
 
 def scratch(name: str, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
@@ -109,9 +109,9 @@ def scratch(name: str, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
 
     To allocate it anew each time would take as long as what is computed in it.
     """
-    wanted = np.dtype(dtype)
-    held: npt.NDArray[np.uint8] | None = getattr(_own, name, None)
-    if held is None or held.nbytes < count * wanted.itemsize:
-        held = aligned(count * wanted.itemsize, np.uint8)
-        setattr(_own, name, held)
-    return held[: count * wanted.itemsize].view(wanted)
+    element = np.dtype(dtype)
+    memory: npt.NDArray[np.uint8] | None = getattr(_own, name, None)
+    if memory is None or memory.nbytes < count * element.itemsize:
+        memory = aligned(count * element.itemsize, np.uint8)
+        setattr(_own, name, memory)
+    return memory[: count * element.itemsize].view(element)

@@ -93,7 +93,7 @@ ACTIVATIONS: dict[str, Callable[[Value], Value]] = {
 
 
 def rotate(
-    low: Value, high: Value, cos: Value, sin: Value, rounded: Callable[[Value], Value] = lambda one: one
+    low: Value, high: Value, cos: Value, sin: Value, rounded: Callable[[Value], Value] = lambda value: value
 ) -> tuple[Value, Value]:
     first = rounded(low * cos) - rounded(high * sin)
     return first, rounded(high * cos) + rounded(low * sin)
@@ -105,10 +105,10 @@ def transpose(rows: Sequence[Value]) -> list[Value]:
     turned = list(rows)
     while step < size:
         for low in (row for row in range(size) if not row & step):
-            one, other = turned[low], turned[low + step]
+            first, second = turned[low], turned[low + step]
             even = [lane if not lane & step else size + lane - step for lane in range(size)]
             odd = [lane + step if not lane & step else size + lane for lane in range(size)]
-            turned[low], turned[low + step] = one.shuffle(even, other), one.shuffle(odd, other)
+            turned[low], turned[low + step] = first.shuffle(even, second), first.shuffle(odd, second)
         step *= 2
     return turned
 
@@ -117,7 +117,7 @@ def totals(vectors: Sequence[Value]) -> Value:
     while len(vectors) > 1:
         pairs = zip(vectors[::2], vectors[1::2], strict=True)
         orders = [range(odd, 2 * vectors[0].lanes, 2) for odd in range(2)]
-        mixed = [[one.shuffle(order, other) for order in orders] for one, other in pairs]
+        mixed = [[first.shuffle(order, second) for order in orders] for first, second in pairs]
         vectors = [even + odd for even, odd in mixed]
     return vectors[0]
 
@@ -140,12 +140,12 @@ def each_bit(bits: Value, number: Value, work: Callable[[Value, Value], None]) -
     Bits are rarely set: one branch passes all of them. Returns the number that comes next.
     """
     k = bits.k
-    some = k.when(bits.ne(0), number)
+    branch = k.when(bits.ne(0), number)
     loop = k.loop(count_bits(bits), bits, number)
     left, now = loop.values
     work(k.call("llvm.cttz.i64", "i64", left, k.constant("i1", True)), now)
     _, after = loop.close(left & (left - 1), now + 1)
-    return some.close(after)[0]
+    return branch.close(after)[0]
 
 
 def permutations(name: str, rows: Sequence[Sequence[int]]) -> str:
@@ -158,11 +158,11 @@ def permuted(name: str, bits: Value, lanes: Value) -> Value:
     k = bits.k
     order = Value(k, "ptr", f"@{name}", "<8 x i8>").load(bits, align=8)
     if k.isa is SCALAR:
-        found = k.poison(lanes.type)
+        result = k.poison(lanes.type)
         for lane in range(lanes.lanes):
             number = order.lane(lane).to("i32")
-            found = found.with_lane(lane, k.emit_value("i32", f"extractelement {lanes.typed}, {number.typed}"))
-        return found
+            result = result.with_lane(lane, k.emit_value("i32", f"extractelement {lanes.typed}, {number.typed}"))
+        return result
     if k.isa is not NEON:
         return k.call("llvm.x86.avx2.permd", lanes.type, lanes, order.to("i32"))
     # A table of bytes in one register: lane i is bytes 2i and 2i + 1.

@@ -30,7 +30,7 @@ from kvtool.core.native.job import LINE, Packed, aligned
 # Words of 8 bytes that a pool's threads share: the caller writes the first cache line, helpers the second. `turn` is
 # odd while a job is open, which takes `places` helpers; `over` ends them.
 _WORDS_OF = "turn function job places over yields waits posts inside entered asleep semaphore".split()
-_AT = {name: place for place, name in enumerate(_WORDS_OF)}
+_AT = {name: index for index, name in enumerate(_WORDS_OF)}
 _WORDS = LINE // 8
 _LOOKS = 32  # at the control block before another thread may run
 _PATIENCE = 1000  # such rounds without a job, about 1 ms, before a helper sleeps
@@ -185,8 +185,8 @@ def _system() -> dict[str, int]:
     if sys.platform == "darwin":  # POSIX's have names there
         names = ("sched_yield", "dispatch_semaphore_wait", "dispatch_semaphore_signal")
     library = ctypes.CDLL(None)
-    found = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in names]
-    return dict(zip(("yields", "waits", "posts"), found, strict=True))
+    addresses = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in names]
+    return dict(zip(("yields", "waits", "posts"), addresses, strict=True))
 
 
 def _new_semaphore(memory: int) -> int:
@@ -253,8 +253,8 @@ def _worker(isa: Isa) -> FunctionBuilder:
     def go(name: str, condition: Value | None = None, otherwise: str = "") -> None:
         k.branch(block[name], condition, block.get(otherwise, ""))
 
-    def is_new(turn: Value) -> Value:
-        return (turn & 1).ne(0) & turn.ne(served.load())
+    def is_new(number: Value) -> Value:
+        return (number & 1).ne(0) & number.ne(served.load())
 
     go("begin")
     begin("begin")
