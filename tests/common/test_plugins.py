@@ -58,7 +58,7 @@ def test_a_plugin_is_known_by_name_and_imported_when_it_is_used(install: Install
 
 def test_a_name_of_kvtools_own_is_not_replaced_and_that_is_told(install: Install) -> None:
     install("bold", "selectors", "epic", "bold_plugin:Epic")
-    assert found("selectors", own=("epic",)) == {}
+    assert found("selectors", names=("epic",)) == {}
     ((text, hint),) = troubles()
     assert "the plugin 'epic' of bold 1.0" in text
     assert "kvtool's own" in text

@@ -105,7 +105,7 @@ def _kill_with(reading: int, group: int) -> None:
 
 def search_path() -> list[str]:
     """Return this process's search path without the working directory, unless kvtool or Python itself is there."""
-    allowed = {os.path.realpath(place) for place in (str(HOME), *sysconfig.get_paths().values())}
+    allowed = {os.path.realpath(folder) for folder in (str(HOME), *sysconfig.get_paths().values())}
     try:
         here = os.path.realpath(os.getcwd())
     except OSError:  # it was removed: no relative entry means anything

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 
-def install_line(*wanted: str) -> str:
-    """Command that installs into kvtool's environment, which pipx or `uv tool` may own. `wanted`: quoted."""
+def install_line(*requirements: str) -> str:
+    """Command that installs into kvtool's environment, which pipx or `uv tool` may own. `requirements`: quoted."""
     home = Path(sys.prefix)
     if (home / "pipx_metadata.json").is_file():
         command = f"pipx runpip {shlex.quote(home.name)} install"
@@ -16,7 +16,7 @@ def install_line(*wanted: str) -> str:
         command = f"uv pip install --python {shlex.quote(sys.prefix)}"
     else:
         command = "pip install"
-    return " ".join((command, *wanted))
+    return " ".join((command, *requirements))
 
 
 def extra_line(extra: str) -> str:

@@ -74,8 +74,8 @@ def product_dtype(dtype: str, device: str = "cpu") -> str:
 
 
 def why_float32(dtype: str) -> str:
-    held = _held_back_by()
-    return f"{held} forbids {dtype} products" if held else f"this CPU has no fast {dtype} products"
+    limit = _held_back_by()
+    return f"{limit} forbids {dtype} products" if limit else f"this CPU has no fast {dtype} products"
 
 
 def lacks_avx2() -> bool:
@@ -101,8 +101,8 @@ def _features(forced: str | None) -> frozenset[str]:
 
 
 def _check(named: list[str]) -> None:
-    known = _plain(_TELLABLE) | _features(None)
-    stray = next((name for name in named if not _plain([name]) <= known), None)
+    features = _plain(_TELLABLE) | _features(None)
+    stray = next((name for name in named if not _plain([name]) <= features), None)
     if stray is not None:
         near = did_you_mean(stray, _TELLABLE)
         allowed = f"names as Linux lists them, a space between: {' '.join(_TELLABLE)}"
@@ -150,5 +150,5 @@ def is_busy() -> bool:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return True for an error of Python or torch that says that memory ran out. Torch need not be imported."""
-    said = f"{type(error).__name__} {error}".lower()
-    return isinstance(error, MemoryError) or any(words in said for words in _NO_MEMORY)
+    message = f"{type(error).__name__} {error}".lower()
+    return isinstance(error, MemoryError) or any(words in message for words in _NO_MEMORY)

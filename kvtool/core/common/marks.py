@@ -61,7 +61,7 @@ def start_of(text: str, marks: Sequence[Mark], number: int) -> int | None:
         return -max(lines)[1]
     if marks:
         named = (
-            mark.start for mark in marks if (found := _NUMBERED.fullmatch(str(mark.place))) and int(found[2]) == number
+            mark.start for mark in marks if (match := _NUMBERED.fullmatch(str(mark.place))) and int(match[2]) == number
         )
         return next(named, None)
     at = 0
@@ -82,7 +82,7 @@ def end_of(text: str, marks: Sequence[Mark], start: int) -> int:
 def _joined(first: str, last: str) -> str:
     if first == last:
         return first
-    one, other = _NUMBERED.fullmatch(first), _NUMBERED.fullmatch(last)
-    if one and other and one[1] == other[1]:
-        return f"{first}–{other[2]}"
+    first_match, last_match = _NUMBERED.fullmatch(first), _NUMBERED.fullmatch(last)
+    if first_match and last_match and first_match[1] == last_match[1]:
+        return f"{first}–{last_match[2]}"
     return f"{first} – {last}"

@@ -58,13 +58,13 @@ class Plugin:
         _troubles.setdefault(self, why)
 
 
-def found(group: Group, own: Container[str] = ()) -> Mapping[str, Plugin]:
-    """Find the plugins of a group by name, without importing any. None takes the place of kvtool's `own` names."""
+def found(group: Group, names: Container[str] = ()) -> Mapping[str, Plugin]:
+    """Find the plugins of a group by name, without importing any. None takes the place of kvtool's own `names`."""
     named: dict[str, Plugin] = {}
     for plugin in _all()[group]:
         if not _NAME.fullmatch(plugin.name):
             plugin.leave_out(plugin.broken("its name is none"))
-        elif plugin.name in own:
+        elif plugin.name in names:
             plugin.leave_out(plugin.broken(f"{plugin.name!r} is kvtool's own"))
         elif (first := named.setdefault(plugin.name, plugin)) is not plugin:
             plugin.leave_out(plugin.broken(f"{first.package} has one of that name"))
@@ -90,18 +90,18 @@ def listed() -> list[tuple[Plugin, str]]:
 
 @cache
 def _all() -> Mapping[Group, list[Plugin]]:
-    made: dict[Group, list[Plugin]] = {group: [] for group in GROUPS}
+    plugins: dict[Group, list[Plugin]] = {group: [] for group in GROUPS}
     if not _is_any_named():
-        return made
+        return plugins
     from importlib.metadata import entry_points
 
     every = entry_points()
     for group in GROUPS:
         for entry in every.select(group=f"kvtool.{group}"):
             package = f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else "an unknown package"
-            made[group].append(Plugin(group, entry.name, package, entry.value, entry))
-        made[group].sort(key=lambda plugin: (plugin.package, plugin.name))
-    return made
+            plugins[group].append(Plugin(group, entry.name, package, entry.value, entry))
+        plugins[group].sort(key=lambda plugin: (plugin.package, plugin.name))
+    return plugins
 
 
 def _is_any_named() -> bool:

@@ -30,8 +30,8 @@ def size_from(amount: int) -> str:
     return f"{tenths // 10}.{tenths % 10}{unit}"
 
 
-def counted(number: int, one: str, more: str = "") -> str:
-    return f"{number:,} {one if number == 1 else more or one + 's'}"
+def counted(number: int, noun: str, plural: str = "") -> str:
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def seconds(text: str) -> float:

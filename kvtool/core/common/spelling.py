@@ -44,16 +44,16 @@ def as_on_disk(given: Path) -> Path:
             return given
     except ValueError:  # no path at all: its reader reports that
         return given
-    found = Path(given.anchor)
+    path = Path(given.anchor)
     for name in given.parts[1:] if given.anchor else given.parts:
-        found /= name if os.path.lexists(found / name) else _spelled(found, name)
-    return found if os.path.lexists(found) else given
+        path /= name if os.path.lexists(path / name) else _spelled(path, name)
+    return path if os.path.lexists(path) else given
 
 
 def _spelled(folder: Path, name: str) -> str:
-    wanted = composed(name)
+    spelling = composed(name)
     try:
-        alike = [entry for entry in os.listdir(folder) if composed(entry) == wanted]
+        alike = [entry for entry in os.listdir(folder) if composed(entry) == spelling]
     except OSError:
         return name
     return alike[0] if len(alike) == 1 else name

@@ -40,10 +40,10 @@ _FOLDER = re.compile(r"(/[\w.%+=!~*'()-]*)*")
 _HOST = re.compile(r"([\w.-]+|\[[0-9A-Fa-f:.]+(%\w+)?\])(:(\d{1,5}))?")
 
 
-def is_url(place: str) -> bool:
+def is_url(address: str) -> bool:
     """Return True if a store's place is a shared store's URL, also a malformed one, and not a local folder."""
-    kind, colon, _ = place.partition(":")
-    return "://" in place or (colon != "" and kind.lower() in KINDS)
+    kind, colon, _ = address.partition(":")
+    return "://" in address or (colon != "" and kind.lower() in KINDS)
 
 
 def for_people(url: str) -> str:
@@ -56,12 +56,12 @@ def for_people(url: str) -> str:
         return url if not is_url(url) and "@" not in url else f"{kind}:{HIDDEN}" if kind in KINDS else HIDDEN
     if _names_a_path(kind) and rest.startswith("/"):
         return url
-    place, tail = re.fullmatch(r"([^/?#]*)(.*)", rest, re.DOTALL).groups()  # type: ignore[union-attr]
+    host, tail = re.fullmatch(r"([^/?#]*)(.*)", rest, re.DOTALL).groups()  # type: ignore[union-attr]
     if "@" in tail:  # perhaps a part of a password
         return f"{kind}://{HIDDEN}"
-    _, at, place = place.rpartition("@")
+    _, at, host = host.rpartition("@")
     path, _, query = tail.partition("?")
-    shown = (f"{HIDDEN}@" if at else "") + (place if is_host(place) else HIDDEN)
+    shown = (f"{HIDDEN}@" if at else "") + (host if is_host(host) else HIDDEN)
     has_folder = kind.lower() in KINDS and KINDS[kind.lower()].has_folder
     shown += path if re.fullmatch(_FOLDER if has_folder else r"(/\d*)?", path) else f"/{HIDDEN}"
     return f"{kind}://{shown}" + (f"?{_query_for_people(query)}" if query else "")
@@ -80,8 +80,8 @@ def _query_for_people(query: str) -> str:
     shown = []
     for part in query.split("&"):
         name, mark, _ = part.partition("=")
-        known = mark and name in SHOWN and "#" not in part
-        shown.append(part if known else f"{name}={HIDDEN}" if mark and name.isidentifier() else HIDDEN)
+        is_shown = mark and name in SHOWN and "#" not in part
+        shown.append(part if is_shown else f"{name}={HIDDEN}" if mark and name.isidentifier() else HIDDEN)
     return "&".join(shown)
 
 
@@ -121,5 +121,5 @@ def place_of(url: str) -> str:
         return url
     rest = url.rpartition("@")[2]
     start, _, query = rest.partition("?")
-    kept = [part for part in query.split("&") if part.partition("=")[0] in SHOWN]
-    return start + (f"?{'&'.join(kept)}" if kept else "")
+    parts = [part for part in query.split("&") if part.partition("=")[0] in SHOWN]
+    return start + (f"?{'&'.join(parts)}" if parts else "")

@@ -234,7 +234,7 @@ class RangeReader:
 # The sign @ is before the URLs: after a URL it would look like the end of a password, which `scrubbed` hides
 _SUCH_AS = "in a password write / @ ? # as %2F %40 %3F %23; such as redis://host:6379/0 or file:///mnt/shared/kv"
 
-_PLUGINS = found("blobs", own=KINDS)
+_PLUGINS = found("blobs", names=KINDS)
 
 
 def open_blobs(url: str, timeout: float = TIMEOUT) -> Blobs:

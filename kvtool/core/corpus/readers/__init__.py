@@ -129,7 +129,7 @@ READERS: dict[str, Reader] = {ending: each.read for ending, each in _BY_ENDING.i
 _SEVERAL = (jsonl.read, _read_mail, _read_outlook, _read_archive)  # of files that may hold several documents
 REVISION = "2"  # of all readers and of the tables of chunks; another one reads every file again
 _MOST_HERE = 1 << 20  # bytes of a text that is read in this process, by readers that take linear time
-_PLUGINS = found("readers", own={ending.removeprefix(".") for ending in READERS})
+_PLUGINS = found("readers", names={ending.removeprefix(".") for ending in READERS})
 
 
 def is_known(path: PurePath) -> bool:

@@ -25,7 +25,7 @@ _OWN = {
     "infoflow": "Infoflow",
     "union": "Union",
 }
-_PLUGINS = found("selectors", own=(*_OWN, "auto"))
+_PLUGINS = found("selectors", names=(*_OWN, "auto"))
 MODES = (*_OWN, *_PLUGINS)
 REFERENCE = "full"  # what all modes are measured against
 EXACTLY = ("prefix", "full")  # the modes of a recurrent model; the first is the default
