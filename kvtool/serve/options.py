@@ -23,7 +23,7 @@ class KeepOptions(Options, sections=("query",)):
         unit="duration",
         lowest=0,
         highest=7 * 86400,
-        own=True,
+        user_only=True,
         instead="5m on a terminal",
     )
     server: bool = option(

@@ -28,7 +28,7 @@ class StoreOptions(Options):
         "Take packs and shared stores only if a key of `trust` has signed them.",
         group=STORE,
         flag=None,
-        own=True,
+        user_only=True,
     )
 
     @property

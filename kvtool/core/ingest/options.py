@@ -76,7 +76,7 @@ class IngestOptions(ModelOptions, LockOptions, sections=("ingest",)):
         metavar="ENDING=COMMAND",
         check=command_error,
         table=True,
-        own=True,
+        user_only=True,
     )
     encoding: str | None = option(
         None,

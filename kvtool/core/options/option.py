@@ -52,7 +52,7 @@ def option(
     instead: str = "",
     several: str = "",
     table: bool = False,
-    own: bool = False,
+    user_only: bool = False,
 ) -> T:
     """Declare one option as the default of a dataclass's field.
 
@@ -75,7 +75,7 @@ def option(
     instead : what the help says of the default.
     several : the hint where a list of its choices is given, though it takes one.
     table : whether its values are `key=value`: a configuration file gives them as a table, Python as a mapping.
-    own : whether the working folder's file cannot give it, which may be anybody's: only the user's own can.
+    user_only : whether the working folder's file cannot give it, which may be anybody's: only the user's own can.
     """
     declared = locals()
     del declared["default"]
@@ -114,7 +114,7 @@ class Option:
     instead: str
     several: str
     table: bool
-    own: bool
+    user_only: bool
 
     @property
     def key(self) -> str:
@@ -160,7 +160,7 @@ class Option:
             value = [f"{name}={each}" for name, each in _flattened(value)]
         if not isinstance(value, Iterable):
             raise self._wrong(where, value, "is no list")
-        return tuple(self._accept_one(one, where) for one in value)
+        return tuple(self._accept_one(item, where) for item in value)
 
     def _accept_one(self, value: Any, where: str) -> Any:
         value = self._typed(value, where)
@@ -290,9 +290,9 @@ class Options:
         cls.sections, cls.group, cls.settings = sections, group, settings
 
     def __post_init__(self) -> None:
-        for name, known in options_of(type(self)).items():
+        for name, declaration in options_of(type(self)).items():
             given = getattr(self, name)
-            if (value := known.accept(given, name)) is not given:
+            if (value := declaration.accept(given, name)) is not given:
                 object.__setattr__(self, name, value)
         self.check()
 
@@ -302,10 +302,10 @@ class Options:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
         """Return these options with the values of a call in Python. Raises UsageError."""
-        known = options_of(cls)
+        names = options_of(cls)
         for name in values:
-            if name not in known:
-                raise UsageError(f"unknown option {name!r}", did_you_mean(name, known) or f"known: {', '.join(known)}")
+            if name not in names:
+                raise UsageError(f"unknown option {name!r}", did_you_mean(name, names) or f"known: {', '.join(names)}")
         return cls(**values)
 
     @classmethod
@@ -368,20 +368,20 @@ def _read_option(declared: Field[Any], hint: Any, owner: type[Options], metadata
     many = get_origin(kind) is tuple
     kind = get_args(kind)[0] if many else kind
     assert declared.default is not MISSING
-    known = dict(metadata)
+    values = dict(metadata)
     if get_origin(kind) is Literal:
-        kind, known["choices"] = str, get_args(kind)
-    known["choices"], known["suggest"] = tuple(known["choices"]), tuple(known["suggest"])
-    setting = owner.settings if known["setting"] is None else known["setting"]
-    known["setting"] = setting if isinstance(setting, str) else declared.name if setting else ""
-    known["group"] = known["group"] or owner.group
+        kind, values["choices"] = str, get_args(kind)
+    values["choices"], values["suggest"] = tuple(values["choices"]), tuple(values["suggest"])
+    setting = owner.settings if values["setting"] is None else values["setting"]
+    values["setting"] = setting if isinstance(setting, str) else declared.name if setting else ""
+    values["group"] = values["group"] or owner.group
     dashed = "--" + declared.name.replace("_", "-")
-    both = f"{dashed}/--no-{dashed[2:]}" if kind is bool and known["setting"] else dashed
-    if known["parameter"] and not known["flag"]:
-        known["flag"], known["setting"] = None, ""
-    known["flag"] = both if known["flag"] == "" else known["flag"] or ""
-    metavar = "|".join(known["choices"]) or _UNIT_METAVARS.get(known["unit"], "") or _METAVARS[kind]
-    known["metavar"] = known["metavar"] or metavar
+    both = f"{dashed}/--no-{dashed[2:]}" if kind is bool and values["setting"] else dashed
+    if values["parameter"] and not values["flag"]:
+        values["flag"], values["setting"] = None, ""
+    values["flag"] = both if values["flag"] == "" else values["flag"] or ""
+    metavar = "|".join(values["choices"]) or _UNIT_METAVARS.get(values["unit"], "") or _METAVARS[kind]
+    values["metavar"] = values["metavar"] or metavar
     return Option(
         name=declared.name,
         kind=kind,
@@ -389,5 +389,5 @@ def _read_option(declared: Field[Any], hint: Any, owner: type[Options], metadata
         many=many,
         default=declared.default,
         sections=owner.sections,
-        **known,
+        **values,
     )

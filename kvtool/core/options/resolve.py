@@ -60,12 +60,12 @@ class Resolved:
 
     def get(self, source: type[O], *names: str, **others: Any) -> O:
         """Return a room's options with the values in force; `names`: only these are looked at. Raises UsageError."""
-        wanted = options_of(source)
+        options = options_of(source)
         if names:
-            wanted = {name: wanted[name] for name in names}
-        values = {name: self.values[option.key] for name, option in wanted.items() if option.key in self.values}
+            options = {name: options[name] for name in names}
+        values = {name: self.values[option.key] for name, option in options.items() if option.key in self.values}
         for name, value in values.items():
-            if (read := wanted[name].read) is not None and value is not None:
+            if (read := options[name].read) is not None and value is not None:
                 values[name] = read(value)
         return source(**values, **others)
 
@@ -143,10 +143,10 @@ def _environment_layer(names: _Names, environ: Mapping[str, str]) -> Layer:
 
 
 def _unknown_variables(names: _Names, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    known = [*names.variables, *RESERVED_ENV]
+    variables = [*names.variables, *RESERVED_ENV]
     for variable in sorted(name for name in environ if name.startswith(ENV_PREFIX) and environ[name]):
-        if variable not in known and not variable.startswith("KVTOOL_TEST_"):
-            near = difflib.get_close_matches(variable, known, n=1)
+        if variable not in variables and not variable.startswith("KVTOOL_TEST_"):
+            near = difflib.get_close_matches(variable, variables, n=1)
             hint = f"did you mean {near[0]}?" if near else "unset it; `kvtool config show` lists every key"
             yield f"unknown variable {variable} in the environment", hint
 
@@ -167,7 +167,7 @@ def _file_layer(names: _Names, layer: Literal["project", "user"], path: Path) ->
     for name, written, option in _named_values(_read_toml(path), names, path):
         if option.key in seen:
             raise UsageError(f"{path}: {option.key} is set twice", "keep one of the two lines")
-        if option.own and layer == "project":
+        if option.user_only and layer == "project":
             raise UsageError(
                 f"{path}: {name} is not taken from a working folder, which may be anybody's",
                 f"give it as {option.flag}, or in your own file, {default_config_file(os.environ)}",
@@ -204,11 +204,11 @@ def _named_values(table: Mapping[str, Any], names: _Names, path: Path) -> Iterat
             yield name, value, option
 
 
-def _known(name: str, known: Mapping[str, Option], path: Path) -> Option:
+def _known(name: str, options: Mapping[str, Option], path: Path) -> Option:
     try:
-        return known[name]
+        return options[name]
     except KeyError:
-        hint = did_you_mean(name, known) or "`kvtool config show` lists every key"
+        hint = did_you_mean(name, options) or "`kvtool config show` lists every key"
         raise UsageError(f"{path}: unknown key {name!r}", hint) from None
 
 

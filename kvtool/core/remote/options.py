@@ -53,7 +53,7 @@ class TrustOptions(Options, group=TRUSTED):
         "Trust what is signed by a public key of this file.",
         metavar="FILE",
         unit="path",
-        own=True,
+        user_only=True,
         instead="nobody",
     )
     mine: bool = option(False, "Treat the data as your own, because you made it.", setting=False)
