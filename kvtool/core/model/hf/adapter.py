@@ -18,7 +18,7 @@ from kvtool.core.native.threads import use_pool
 if TYPE_CHECKING:
     from kvtool.core.model.stack import DecoderStack
 
-Some = slice | torch.Tensor
+RowIndex = slice | torch.Tensor
 
 
 class HfForward:
@@ -29,31 +29,31 @@ class HfForward:
     def __init__(self, stack: DecoderStack, why: str) -> None:
         self._stack, self.why = stack, why
 
-    def logits(self, one: Pass, keep: int) -> torch.Tensor:
-        stack, wanted = self._stack, cast("Any", keep)
+    def logits(self, job: Pass, keep: int) -> torch.Tensor:
+        stack, rows = self._stack, cast("Any", keep)
         if stack.shares:  # given a tensor of rows, the model does not cut its own inputs
-            keep = min(keep, len(one.ids))
-            wanted = torch.arange(len(one.ids) - keep, len(one.ids), device=stack.device)
-        head = stack.model.get_output_embeddings().register_forward_pre_hook(partial(_last_rows, one, keep))
+            keep = min(keep, len(job.ids))
+            rows = torch.arange(len(job.ids) - keep, len(job.ids), device=stack.device)
+        head = stack.model.get_output_embeddings().register_forward_pre_hook(partial(_last_rows, job, keep))
         try:
-            out = self._run(stack.model, one, keep if stack.shares else None, logits_to_keep=wanted)
+            out = self._run(stack.model, job, keep if stack.shares else None, logits_to_keep=rows)
         finally:
             head.remove()
         logits: torch.Tensor = out.logits[0].float()
         return logits
 
-    def fill(self, one: Pass) -> None:
-        self._run(self._stack.base, one, None)
+    def fill(self, job: Pass) -> None:
+        self._run(self._stack.base, job, None)
 
-    def _run(self, module: Any, one: Pass, keep: int | None, **more: Any) -> Any:
-        cache, hooks = self._cache(one), _Hooks(self._stack, one, keep)
+    def _run(self, module: Any, job: Pass, keep: int | None, **more: Any) -> Any:
+        cache, hooks = self._cache(job), _Hooks(self._stack, job, keep)
         handles = [
             layer.register_forward_pre_hook(partial(hooks.before, number), with_kwargs=True)
             for number, layer in enumerate(self._stack.layers)
         ]
         try:
-            with running(one), use_pool(1), suppress(ForwardEnded):
-                ids, positions = one.ids[None], one.positions[None]
+            with running(job), use_pool(1), suppress(ForwardEnded):
+                ids, positions = job.ids[None], job.positions[None]
                 name = cache_name(self._stack.base)
                 return module(input_ids=ids, position_ids=positions, use_cache=True, **{name: cache}, **more)
         finally:
@@ -61,18 +61,18 @@ class HfForward:
                 handle.remove()
         return None
 
-    def _cache(self, one: Pass) -> Any:
+    def _cache(self, job: Pass) -> Any:
         if not self._stack.keeps_states:
-            return _PassCache(one)
-        cache: Any = one.cache
-        cache.running = one
+            return _PassCache(job)
+        cache: Any = job.cache
+        cache.running = job
         return cache
 
 
-def _last_rows(one: Pass, keep: int, head: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> Any:
+def _last_rows(job: Pass, keep: int, head: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> Any:
     """Give the LM head only the rows that are needed, contiguous: for a slice's strides, `matmul` copies the whole
     weight first. Gemma 4 takes fewer rows for a sign that rows were left out already, so its rows are left out here."""
-    if not is_running(one):
+    if not is_running(job):
         return None
     rows = args[0][..., -keep:, :]
     return (rows.flatten().view(rows.shape), *args[1:])
@@ -81,14 +81,14 @@ def _last_rows(one: Pass, keep: int, head: torch.nn.Module, args: tuple[torch.Te
 class _PassCache(CacheProxy):
     """The cache of a pass, as `transformers` asks for it."""
 
-    def __init__(self, one: Pass) -> None:
+    def __init__(self, job: Pass) -> None:
         def write(keys: torch.Tensor, values: torch.Tensor, layer: int) -> KV:
-            if one.cache is None and one.on_layer.collect(layer, keys, values):
+            if job.cache is None and job.on_layer.collect(layer, keys, values):
                 raise ForwardEnded
-            return one.write(layer, keys, values)
+            return job.write(layer, keys, values)
 
         super().__init__(write)
-        self._cache = one.cache
+        self._cache = job.cache
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0 if self._cache is None else self._cache.buffers[layer_idx].length
@@ -105,26 +105,26 @@ class _Hooks:
     earlier layers keep (Gemma 3n, Gemma 4), compute only the last `keep` rows."""
 
     stack: DecoderStack
-    one: Pass
+    job: Pass
     keep: int | None
-    kept: torch.Tensor | None = None  # indices into the first layer's rows; None: all
+    indices: torch.Tensor | None = None  # indices into the first layer's rows; None: all
 
     def before(self, layer: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        one = self.one
-        if not is_running(one):  # a pass that runs between the layers of this one
+        job = self.job
+        if not is_running(job):  # a pass that runs between the layers of this one
             return None
         self.stack.pause()
         hidden, args = args[0], args[1:]
-        if self.kept is not None:
-            args, kwargs = _of_rows(args, self.kept), _arguments_of(kwargs, self.kept)
-        if layer in one.on_layer.narrows:
-            chosen, one.rows = one.on_layer.choose(layer, *_kv_of(module, hidden, kwargs))
+        if self.indices is not None:
+            args, kwargs = _of_rows(args, self.indices), _arguments_of(kwargs, self.indices)
+        if layer in job.on_layer.narrows:
+            chosen, job.rows = job.on_layer.choose(layer, *_kv_of(module, hidden, kwargs))
             hidden, args, kwargs = hidden[:, chosen], _of_rows(args, chosen), _arguments_of(kwargs, chosen)
-            self.kept = chosen if self.kept is None else self.kept[chosen]
+            self.indices = chosen if self.indices is None else self.indices[chosen]
         if self.keep is not None and layer >= len(self.stack.shapes):
-            some = slice(-self.keep, None)
-            hidden, args, kwargs = hidden[:, some], _of_rows(args, some), _arguments_of(kwargs, some)
-            one.rows = one.placed.last(self.keep)
+            rows = slice(-self.keep, None)
+            hidden, args, kwargs = hidden[:, rows], _of_rows(args, rows), _arguments_of(kwargs, rows)
+            job.rows = job.placed.last(self.keep)
         return (hidden, *args), kwargs
 
 
@@ -136,14 +136,14 @@ def _kv_of(module: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> KV:
     return probe.kv
 
 
-def _of_rows(args: tuple[Any, ...], some: Some) -> tuple[Any, ...]:
-    return tuple(value[:, some] if isinstance(value, torch.Tensor) else value for value in args)
+def _of_rows(args: tuple[Any, ...], rows: RowIndex) -> tuple[Any, ...]:
+    return tuple(value[:, rows] if isinstance(value, torch.Tensor) else value for value in args)
 
 
-def _arguments_of(kwargs: dict[str, Any], some: Some) -> dict[str, Any]:
+def _arguments_of(kwargs: dict[str, Any], rows: RowIndex) -> dict[str, Any]:
     tables = kwargs["position_embeddings"]
-    cut = tables[:, some] if isinstance(tables, torch.Tensor) else tuple(side[:, some] for side in tables)
+    cut = tables[:, rows] if isinstance(tables, torch.Tensor) else tuple(side[:, rows] for side in tables)
     changed: dict[str, Any] = {"position_embeddings": cut}
     if kwargs.get("position_ids") is not None:
-        changed["position_ids"] = kwargs["position_ids"][..., some]
+        changed["position_ids"] = kwargs["position_ids"][..., rows]
     return kwargs | changed

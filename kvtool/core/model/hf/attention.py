@@ -22,17 +22,17 @@ _running: ContextVar[Pass | None] = ContextVar("running_pass", default=None)
 
 
 @contextmanager
-def running(one: Pass) -> Iterator[None]:
+def running(job: Pass) -> Iterator[None]:
     """Set the pass that a model computes inside: its layers do not hand it on to their attention."""
-    token = _running.set(one)
+    token = _running.set(job)
     try:
         yield
     finally:
         _running.reset(token)
 
 
-def is_running(one: Pass) -> bool:
-    return _running.get() is one
+def is_running(job: Pass) -> bool:
+    return _running.get() is job
 
 
 def rows_attention(
@@ -58,8 +58,8 @@ def rows_attention(
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
     )
-    one = _running.get() if rows is None else None
-    rows = rows if one is None else one.rows
+    job = _running.get() if rows is None else None
+    rows = rows if job is None else job.rows
     if (
         latents is not None
         and isinstance(rows, QueryRows)
@@ -68,7 +68,7 @@ def rows_attention(
         (key, value), latents = latents.heads_of(key), None
     if latents is not None:
         query = latents.absorbed(query)
-    if one is not None and one.on_layer.attend(module.layer_idx, query, key, value, params):
+    if job is not None and job.on_layer.attend(module.layer_idx, query, key, value, params):
         raise ForwardEnded
     if rows is not None:
         out = rows.attend(module.layer_idx, query, key, value, params)

@@ -54,9 +54,9 @@ class Latents:
     def heads_of(self, joint: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Make keys and values of every head, `[1, heads, keys, …]`, as the module does, of latents and rotary keys."""
         latents, keys = joint.split([self.rank, self.rotary], -1)
-        own: Any = own_class(self.attention)
-        made: tuple[torch.Tensor, torch.Tensor] = own.expand_kv(self.attention, latents, keys)
-        return made
+        module_class: Any = own_class(self.attention)
+        sides: tuple[torch.Tensor, torch.Tensor] = module_class.expand_kv(self.attention, latents, keys)
+        return sides
 
     def absorbed(self, query: torch.Tensor) -> torch.Tensor:
         """Bring queries `[1, heads, rows, plain + rotary]` to the single head: `[1, heads, rows, rank + rotary]`."""
@@ -98,9 +98,9 @@ class _LatentModule(Swapped):
     def expand_kv(self, latents: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return key and value of the single head; `keys` may have the latents before them already."""
         if not self._swapped_by.serves:
-            own: Any = super()
-            made: tuple[torch.Tensor, torch.Tensor] = own.expand_kv(latents, keys)
-            return made
+            parent: Any = super()
+            sides: tuple[torch.Tensor, torch.Tensor] = parent.expand_kv(latents, keys)
+            return sides
         return joined(latents, keys), latents
 
 
@@ -129,5 +129,5 @@ def attend_latents(attentions: Sequence[Any], implementation: str) -> None:
 
 def latents_of(attention: Any) -> Latents | None:
     """Return what a module attends to latents by; None: it keeps no latents."""
-    made = swapped_by(attention)
-    return made if isinstance(made, Latents) else None
+    latents = swapped_by(attention)
+    return latents if isinstance(latents, Latents) else None

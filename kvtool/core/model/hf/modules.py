@@ -37,16 +37,16 @@ def layers_of(base: Any) -> list[Any]:
 
 def attentions_of(layers: Sequence[Any], in_some: bool) -> dict[int, Any]:
     """Find the attention modules of layers, by layer; `in_some`: there may be layers without any."""
-    found: dict[int, Any] = {}
+    attentions: dict[int, Any] = {}
     for number, layer in enumerate(layers):
         modules = [child for child in layer.children() if _is_attention(child)]
         if len(modules) > 1 or not (modules or in_some):
             several = "several attentions in a layer; that would need keys and values stored for each"
-            own = "attention of its own, which takes no rows of others; that would need our rows and masks given to it"
-            raise ModelError(f"{type(layer).__name__} has {several if modules else own}", HINT)
+            odd = "attention of its own, which takes no rows of others; that would need our rows and masks given to it"
+            raise ModelError(f"{type(layer).__name__} has {several if modules else odd}", HINT)
         if modules:
-            found[number] = modules[0]
-    return found
+            attentions[number] = modules[0]
+    return attentions
 
 
 def disable_query_scaling(attentions: Sequence[Any]) -> None:
@@ -138,8 +138,8 @@ class Swapped(torch.nn.Module):
     _swapped_by: Any
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        kept = {name: value for name, value in vars(self).items() if name != _BY}
-        return _new, (own_class(self),), kept
+        attributes = {name: value for name, value in vars(self).items() if name != _BY}
+        return _new, (own_class(self),), attributes
 
 
 def _new(kind: type[torch.nn.Module]) -> torch.nn.Module:
@@ -165,12 +165,12 @@ def own_class(module: torch.nn.Module) -> type[torch.nn.Module]:
 
 
 @functools.cache
-def _class_of(kind: Any, own: Any) -> type[torch.nn.Module]:
+def _class_of(kind: Any, original: Any) -> type[torch.nn.Module]:
     """Make the class of both, with the own one's name and signature, which callers read."""
 
-    @functools.wraps(own.forward)
+    @functools.wraps(original.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return kind.forward(self, *args, **kwargs)
 
-    space = {"forward": forward, "__module__": own.__module__, "__qualname__": own.__qualname__}
-    return type(own.__name__, (kind, own), space)
+    space = {"forward": forward, "__module__": original.__module__, "__qualname__": original.__qualname__}
+    return type(original.__name__, (kind, original), space)

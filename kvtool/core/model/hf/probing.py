@@ -33,25 +33,25 @@ def kinds_of(
         raise ModelError("no layer of the model attends as others do; that would need another way to ask it", HINT)
     names = rotations_of(rotary_of(base), config, 1 + max(attentions))
     positions = (*_NEAR, max(context_limit(config) - 1, *_NEAR))
-    found: dict[Any, LayerKind] = {}
+    by_signature: dict[Any, LayerKind] = {}
     samples: dict[int, Sample] = {}
     kinds: list[LayerKind] = []
     shared = _Shared({}, {})
     for layer, (number, attention) in enumerate(attentions.items()):
         name = names[number]
         alike = _signature(attention, name)
-        if alike not in found:
+        if alike not in by_signature:
             probed = _probe_attention(base, attention, name, positions, dtype, device, shared)
             shared.note(layer)
-            found[alike] = _kind(probed, name)
-            samples[layer] = Sample(positions, probed.kept[0][0].float())
-        if found[alike].softcap == 0:
+            by_signature[alike] = _kind(probed, name)
+            samples[layer] = Sample(positions, probed.kv[0][0].float())
+        if by_signature[alike].softcap == 0:
             nothing = "so that they are no numbers; that would need a cap above 0, or none"
             raise ModelError(f"layer {number} caps its scores at 0, {nothing}", HINT)
-        check_window(base, config, number, found[alike].window)
-        kinds.append(found[alike])
-    own = [kind.source is None for kind in kinds]
-    if own != sorted(own, reverse=True):
+        check_window(base, config, number, by_signature[alike].window)
+        kinds.append(by_signature[alike])
+    keeps = [kind.source is None for kind in kinds]
+    if keeps != sorted(keeps, reverse=True):
         needed = "that would need records of some layers among others"
         raise ModelError(f"layers that keep keys and values follow some that keep none; {needed}", HINT)
     return tuple(kinds), samples
@@ -91,7 +91,7 @@ class _Probed:
     query: torch.Tensor
     key: torch.Tensor
     params: AttentionParams
-    kept: KV  # the keys and values that the layer keeps
+    kv: KV  # the keys and values that the layer keeps
     source: int | None  # see `LayerKind`
 
 
@@ -123,8 +123,8 @@ def _probe_attention(
         raise ModelError(f"{type(attention).__name__} does not ask for attention as others do; {needed}", HINT)
     query, key, value, params = probe.attention
     source = None if probe.kv is not None else shared.source_of(key)
-    kept = (key, value) if source is not None else _kept(key, value, probe.kv, attention)
-    return _Probed(query, key, params, kept, source)
+    kv = (key, value) if source is not None else _kept(key, value, probe.kv, attention)
+    return _Probed(query, key, params, kv, source)
 
 
 def _kept(key: torch.Tensor, value: torch.Tensor, given: KV | None, attention: Any) -> KV:
@@ -139,7 +139,7 @@ def _kept(key: torch.Tensor, value: torch.Tensor, given: KV | None, attention: A
 
 
 def _kind(probed: _Probed, name: str | None) -> LayerKind:
-    (key, value), params = (side[0].float() for side in probed.kept), probed.params
+    (key, value), params = (side[0].float() for side in probed.kv), probed.params
     is_rotated = not torch.equal(key[:, 0], key[:, 1])
     lengths = probed.query[0].float().norm(dim=-1)  # of one row's queries at several positions
     return LayerKind(

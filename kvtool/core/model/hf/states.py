@@ -41,12 +41,12 @@ class StateLayer(LinearAttentionLayer):
 
     def states(self) -> States:
         """Return the current state: the tensors themselves, which the next pass changes."""
-        found: States = {}
+        states: States = {}
         for number in range(self.number_of_states):
-            for name, held in ((CONV, self.conv_states), (RECURRENT, self.recurrent_states)):
-                if held[number] is not None:
-                    found[name, number] = held[number]
-        return found
+            for name, tensors in ((CONV, self.conv_states), (RECURRENT, self.recurrent_states)):
+                if tensors[number] is not None:
+                    states[name, number] = tensors[number]
+        return states
 
     @torch.inference_mode()
     def take(self, states: States) -> None:
@@ -127,10 +127,10 @@ class StateCache(Cache, PromptCache):
 
     @property
     def nbytes(self) -> int:
-        rows = sum(one.keys.nbytes + one.values.nbytes for one in self.buffers if isinstance(one, BufferLayer))
-        held = [layer.states() for layer in self.state_layers]
+        rows = sum(layer.keys.nbytes + layer.values.nbytes for layer in self.buffers if isinstance(layer, BufferLayer))
+        layer_states = [layer.states() for layer in self.state_layers]
         marked = () if self._marked is None else self._marked.states
-        return rows + sum(tensor.nbytes for states in (*held, *marked) for tensor in states.values())
+        return rows + sum(tensor.nbytes for states in (*layer_states, *marked) for tensor in states.values())
 
     @property
     def state_layers(self) -> Sequence[StateLayer]:
