@@ -82,7 +82,7 @@ def quantize(isa: Isa, group: int) -> FunctionBuilder:
 
 
 def _quantize_group(out: Fields, x: Value, number: Value, where: Callable[[int], Value], group: int) -> None:
-    """Write what a group, from `x` on, comes to: `number` is its own, `where` the address of a column's q."""
+    """Write what group `number`, from `x` on, comes to; `where` gives the address of a column's q."""
     k, width = x.k, x.k.width
     loaded = [x.load(start, width) for start in range(0, group, width)]
     # As whole numbers: NaN is the largest then, and comes out as NaN. What 127 cannot be divided by is 0.
