@@ -35,6 +35,11 @@ BODIES: dict[str, dict[str, Any]] = {
     "/api/chat": {"messages": ASKED, "stream": False},
     "/api/generate": {"prompt": QUESTION, "stream": False},
 }
+CALLED = [
+    *ASKED,
+    {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]},
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1"}, {"type": "text", "text": "Well?"}]},
+]
 HAVE_TOOLS = (CHAT, MESSAGES, RESPONSES)
 
 
@@ -91,7 +96,7 @@ def test_sampling_parameters_are_options_of_the_question() -> None:
     endless = read_chat({"messages": ASKED, "ignore_eos": True, "top_k": -1, "n_predict": -1}, QueryOptions())
     assert endless.ask.options.min_tokens > 10**9
     assert not endless.ask.options.stop_repeats
-    assert (endless.ask.options.sampled_tokens, endless.ask.options.max_tokens) == (0, QueryOptions().max_tokens)
+    assert (endless.ask.options.sampled_tokens, endless.ask.options.max_tokens) == (0, 2**31 - 1)
     lengths = {"max_tokens": 3, "n_predict": -1, "max_completion_tokens": -1}
     assert read_chat({"messages": ASKED, **lengths}, QueryOptions()).ask.options.max_tokens == 3
 
@@ -106,20 +111,30 @@ def test_sampling_parameters_are_options_of_the_question() -> None:
         (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens"),
         (RESPONSES, {"max_output_tokens": "5"}, "max_output_tokens"),
         (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "text.format"),
-        (RESPONSES, {"text": {"verbosity": 5}}, "verbosity"),
+        (CHAT, {"stream_options": {"include_usage": 5}}, "stream_options.include_usage"),
+        (CHAT, {"kvtool": {"chunks": 5}}, "kvtool.chunks"),
+        (CHAT, {"tools": [{"type": "function", "function": {"x": 5}}]}, "tools.0.function.x"),
+        (RESPONSES, {"tools": [{"type": "function", "name": "f", "parameters": 5}]}, "tools.0.parameters"),
+        (RESPONSES, {"text": {"verbosity": 5}}, "text.verbosity"),
+        (RESPONSES, {"input": [{"type": "reasoning"}, {"role": "user", "content": 5}]}, "input.1.content"),
+        (RESPONSES, {"input": [{"type": "function_call", "name": 5}]}, "input.0"),
+        (RESPONSES, {"input": [{"type": "function_call_output", "output": 5}]}, "input.0.output"),
+        (RESPONSES, {"previous_response_id": "resp_none"}, "previous_response_id"),
         (RESPONSES, {"input": [{"role": "user", "content": 5}]}, "input.0.content"),
-        (RESPONSES, {"input": [{"role": "user", "content": "x", "id": 5}]}, "id"),
+        (RESPONSES, {"input": [{"role": "user", "content": "x", "id": 5}]}, "input.0.id"),
         (RESPONSES, {"metadata": "abc"}, "metadata"),
-        (RESPONSES, {"metadata": {"a": 5}}, "a"),
+        (RESPONSES, {"metadata": {"store": 5}}, "metadata.store"),
         (RESPONSES, {"reasoning": "x"}, "reasoning"),
         (RESPONSES, {"max_tool_calls": "x"}, "max_tool_calls"),
         (RESPONSES, {"prompt_cache_key": {}}, "prompt_cache_key"),
         (MESSAGES, {"output_config": {"format": {}}}, "output_config.format"),
-        (MESSAGES, {"tools": [{"name": "f", "input_schema": 5}]}, "input_schema"),
+        (MESSAGES, {"tools": [{"name": "f", "input_schema": 5}]}, "tools.0.input_schema"),
+        (MESSAGES, {"max_tokens": -1}, "max_tokens"),
+        (MESSAGES, {"messages": [*CALLED, {"role": "user", "content": 5}]}, "messages.3.content"),
         (MESSAGES, {"stop_sequences": ["x"] * 17}, "stop_sequences"),
         (MESSAGES, {"system": 5}, "system"),
         (MESSAGES, {"system": "x", "messages": [{"role": "user", "content": 5}]}, "messages.0"),
-        ("/api/chat", {"options": {"num_predict": 0}}, "num_predict"),
+        ("/api/chat", {"options": {"num_predict": 0}}, "options.num_predict"),
         ("/api/chat", {"format": {"type": "unheard"}}, "format"),
     ],
 )
@@ -128,9 +143,9 @@ def test_an_error_names_what_the_client_sent(path: str, more: dict[str, Any], na
         refused = client.post(path, json=BODIES[path] | more)
     error = refused.json()["error"]
     message = error if path == "/api/chat" else error["message"]
-    assert refused.status_code == 400
-    assert name.removesuffix(".content") in message
-    assert "response_format" not in message
+    assert refused.status_code == (404 if name == "previous_response_id" else 400)
+    assert name in message or name == "previous_response_id"
+    assert not {"response_format", "tool_calls"} & {*message.split()}
     if path in (CHAT, RESPONSES):
         assert error["param"] == name
 
@@ -257,6 +272,8 @@ def test_assistant_messages_at_the_end_begin_the_answer_together() -> None:
     assert read_chat({"messages": [*ASKED, *begun]}, QueryOptions()).ask.request.prefill == "It was\n\nBaker"
     with pytest.raises(Refusal, match="no message of the user"):
         read_chat({"messages": begun}, QueryOptions())
+    later = read_chat({"messages": [*ASKED, *begun, {"role": "system", "content": "Be brief."}]}, QueryOptions()).ask
+    assert (later.request.prefill, later.options.system) == ("It was\n\nBaker", "Be brief.")
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "{}"}}]}
     with pytest.raises(Refusal, match="a call that has no result"):
         read_chat({"messages": [*ASKED, call, *begun]}, QueryOptions())
@@ -271,7 +288,7 @@ def test_assistant_messages_at_the_end_begin_the_answer_together() -> None:
     ],
 )
 def test_content_that_is_no_text_is_named(part: dict[str, Any], kind: str) -> None:
-    with pytest.raises(Refusal, match=f"messages.0: {kind} are not supported"):
+    with pytest.raises(Refusal, match=f"messages.0.content: {kind} are not supported"):
         read_chat({"messages": [{"role": "user", "content": [part]}]}, QueryOptions())
 
 
@@ -332,11 +349,12 @@ def test_a_call_without_a_whole_name_is_no_text() -> None:
 
 def test_a_stream_shows_no_markup_of_a_call_that_is_cut_off(ready: Path, says: Callable[[str], None]) -> None:
     tools = [{"type": "function", "function": {"name": "weather"}}]
-    for text, said in (('It is.\n<tool_call>\n{"na', "It is."), ('<tool_call>\n{"name": "we', "")):
+    for text, said in (('It is.\n<tool_call>\n{"na', "It is."), ('<tool_call>\n{"name": "we', ""), ("<tool", "")):
         says(text + "x" * 400)
         with serving(ready) as served, served.client as client:
             length = len(encode(served.engine.scheduler._model.session().tokenizer, text))
             body = {"messages": ASKED, "tools": tools, "max_tokens": length}
+            body |= {"tool_choice": "auto" if "_call" in text else "required"}
             whole = client.post(CHAT, json=body).json()["choices"][0]
             events = events_of(client.post(CHAT, json=body | {"stream": True}).text)
         shown = "".join(event["choices"][0]["delta"].get("content") or "" for event in events)
@@ -537,7 +555,8 @@ def test_a_remembered_response_can_be_read(served: Served) -> None:
         assert len({*ids}) == 2
         assert client.post(f"{place}/cancel").json()["error"]["code"] == "not_background"
         for missing in ("", "/input_items"):
-            assert client.get(f"{RESPONSES}/resp_none{missing}").status_code == 404
+            unknown = client.get(f"{RESPONSES}/resp_none{missing}")
+            assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, None)
         assert client.get(place, headers={"Authorization": f"Bearer {KEY}x"}).status_code == 401
 
 
