@@ -217,6 +217,15 @@ HARD: list[dict[str, Any]] = [  # what llguidance takes minutes for, or more sta
     {"allOf": [{"anyOf": [{"properties": {f"{n}{m}": {}}} for m in range(7)]} for n in range(4)]},
     {"$ref": "file:///etc/passwd"},
     {"$ref": "#/$defs/unheard"},
+    *(
+        {
+            "type": "object",
+            "properties": {"n": {"type": "string"}, "a": {"$ref": "#/$defs/a"}},
+            "required": ["n", "a"],
+            "$defs": {"a": each},
+        }
+        for each in ({"$ref": "#/$defs/a"}, {"type": "array", "items": {"$ref": "#/$defs/a"}, "minItems": 1})
+    ),
 ]
 USUAL: list[dict[str, Any]] = [
     linked(30, {"$ref": "NEXT"}, {"type": "array", "items": {"$ref": "NEXT"}}),
