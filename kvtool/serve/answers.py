@@ -156,13 +156,13 @@ class Answers:
             try:
                 while event is None:
                     yield response.waiting()
-                    event = await heard.next(_ALIVE_EVERY)
+                    event = await heard.next(ALIVE_EVERY)
                 for text in response.beginning(heard.job.tokens):
                     yield text
                 while not isinstance(event, Answer):
                     for text in [response.waiting()] if event is None else _shown(response, trim, hold.piece(event)):
                         yield text
-                    event = await heard.next(_ALIVE_EVERY)
+                    event = await heard.next(ALIVE_EVERY)
                 answer = with_calls(event, ask.tools, ask.parallel, bool(ask.options.grammar)) if ask.tools else event
                 stats_of(request).answer, left = answer, None
                 for text in _shown(response, trim, hold.rest()) if answer is event else ():  # else it was a call
@@ -193,7 +193,7 @@ def unknown_model(name: str, known: str) -> Refusal:
 # ---- streams ----
 
 _BEFORE_HEADERS = 10.0  # seconds in which an error has a status of its own
-_ALIVE_EVERY = 10.0  # seconds between two signs of life in a stream
+ALIVE_EVERY = 10.0  # seconds between two signs of life in a stream
 
 
 class EventStream(StreamingResponse):

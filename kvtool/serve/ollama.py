@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -27,6 +28,7 @@ Kind = Literal["message", "response"]
 
 _KNOWN = ("model", "stream", "options", "kvtool", "logprobs", "top_logprobs", "format")
 _OF_MESSAGE = ("role", "content", "thinking", "tool_calls", "tool_name", "tool_call_id")
+_KEEP = re.compile(r"None|True|False|[+-]?(?:[\d.]++(?:e[+-]?\d++)?(?:[nuµm]?s|m|h)?)++", re.ASCII)
 _SAMPLING = ("stop", ENDLESS, *(name for name in SAMPLING if name != "max_tokens"))  # of `options`, as in OpenAI's chat
 _TAG = ":latest"
 _NS = 1_000_000  # of a millisecond
@@ -51,6 +53,8 @@ def read_generate(value: Mapping[str, Any], options: QueryOptions, strict: bool)
 
 
 def _read(value: Mapping[str, Any], messages: list[Any], options: QueryOptions, strict: bool) -> ChatRequest:
+    if not _KEEP.fullmatch(str(value.get("keep_alive", 0))):
+        raise Refusal(400, "wrong_type", "keep_alive is not a duration", "seconds, or text such as 10m", "keep_alive")
     given = taken(value, "options", dict, {})
     check_parameters(given, _SAMPLING, "options.")
     chat = {name: given.get(name) for name in _SAMPLING} | {"messages": messages, "kvtool": value.get("kvtool")}

@@ -44,12 +44,12 @@ def read_tools(value: Mapping[str, Any]) -> tuple[Tools, str]:
     schema = _schema(value.get("response_format"))
     if choice == "none":
         tools = []
-    forms = [tool["function"] for tool in tools if must is None or tool["function"]["name"] in must]
     if must is None and schema is None:
         return tools, ""
     what = "response_format" if must is None else "tool_choice"
     if not is_installed():
         raise Refusal(400, "unsupported", f"{what} needs llguidance, which the server lacks", INSTALL, what)
+    forms = [tool["function"] for tool in tools if must is None or tool["function"]["name"] in must]
     forms = [{**form, "parameters": closed({**form["parameters"], "type": "object"})} for form in forms]
     grammar = _grammar(forms, closed(schema) if must is None else None)
     try:

@@ -13,8 +13,10 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse
+from starlette.types import Scope
 
 from kvtool.core.common.urls import scrubbed
 from kvtool.core.errors import (
@@ -113,13 +115,14 @@ def error_body(refusal: Refusal, path: str) -> dict[str, Any]:
     return {"error": said["message"] if path.startswith("/api/") else said}
 
 
-def refused(refusal: Refusal, path: str) -> JSONResponse:
+def refused(refusal: Refusal, scope: Scope) -> JSONResponse:
+    path = ANTHROPIC_PATH if VERSION in Headers(scope=scope) else scope["path"]
     headers = {"WWW-Authenticate": "Bearer"} if refusal.status == 401 else None
     return JSONResponse(error_body(refusal, path), refusal.status, headers)
 
 
-def failed(error: KvtoolError, path: str) -> JSONResponse:
-    response = refused(Refusal.of(error), path)
+def failed(error: KvtoolError, scope: Scope) -> JSONResponse:
+    response = refused(Refusal.of(error), scope)
     retry = {BusyError: getattr(error, "retry_after", 1), StoreLockedError: 5, EndedError: 5}.get(type(error))
     if retry is not None:
         response.headers["Retry-After"] = str(retry)

@@ -136,6 +136,7 @@ def test_sampling_parameters_are_options_of_the_question() -> None:
         (MESSAGES, {"system": "x", "messages": [{"role": "user", "content": 5}]}, "messages.0"),
         ("/api/chat", {"options": {"num_predict": 0}}, "options.num_predict"),
         ("/api/chat", {"format": {"type": "unheard"}}, "format"),
+        *(("/api/chat", {"keep_alive": wrong}, "keep_alive") for wrong in ([], {}, "abc", "5x")),
     ],
 )
 def test_an_error_names_what_the_client_sent(path: str, more: dict[str, Any], name: str, served: Served) -> None:

@@ -74,6 +74,8 @@ def test_the_key_is_asked_for_everywhere_but_of_health(served: Served, key: str)
         ):
             assert answer.status_code == 401
             assert answer.json()["error"]["code"] == "invalid_api_key"
+        answer = stranger.get("/v1/models", headers={"anthropic-version": "2023-06-01"})
+        assert (answer.status_code, answer.json()["error"]["type"]) == (401, "authentication_error")
 
 
 def test_a_page_of_an_origin_that_is_let_in(ready: Path) -> None:
@@ -190,6 +192,8 @@ def test_other_addresses_and_methods(served: Served) -> None:
     with served.client as client:
         assert client.get("/v1/nowhere").json()["error"]["message"] == "there is no such address"
         assert client.get(CHAT).status_code == 405
+        for path, methods in (("/v1/documents", "DELETE, GET, HEAD, POST"), ("/v1/responses/x", "DELETE, GET, HEAD")):
+            assert client.put(path).headers["allow"] == methods
         assert client.post("/v1/embeddings", json={"input": "x"}).status_code == 404
 
 
