@@ -7,7 +7,7 @@ import json
 import math
 import re
 import reprlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -49,9 +49,9 @@ _SHORT_BODY = 1 << 16  # bytes whose parsing takes no time
 # Threads for short work, which then does not wait for embeddings and ingests in the loop's own threads.
 _BRIEF = ThreadPoolExecutor(4, "kvtool-brief")
 T = TypeVar("T")
-Body = Mapping[str, Any]
-Kinds = type | tuple[type, ...]
-_NONE: Mapping[str, Sequence[Any]] = MappingProxyType({})
+Json = Mapping[str, Any]
+Kind = type | tuple[type, ...]
+_NONE: Json = MappingProxyType({})
 # Status and code of an error, by the first class that matches.
 _MEANINGS: tuple[tuple[type[KvtoolError], int, str], ...] = (
     (BusyError, 429, "busy"),
@@ -141,9 +141,7 @@ def renamed(**names: str) -> Iterator[None]:
         raise
 
 
-def check_names(
-    value: Body, known: Collection[str], neutral: Mapping[str, Sequence[Any]] = _NONE, where: str = ""
-) -> None:
+def check_names(value: Json, known: Collection[str], neutral: Json = _NONE, where: str = "") -> None:
     """Refuse other parameters than these, and those of `neutral` at other values: they would change the answer."""
     for name, given in value.items():
         if given is None or name in known:
@@ -225,9 +223,7 @@ def check_shape(text: str) -> None:
             raise ValueError("it is nested too deep")
 
 
-def taken(
-    value: Body, name: str, kind: Kinds, default: Any = None, longest: int = LONGEST_NAME, where: str = ""
-) -> Any:
+def taken(value: Json, name: str, kind: Kind, default: Any = None, longest: int = LONGEST_NAME, where: str = "") -> Any:
     """Return a field; its default if it is missing or null. `where`: the path to it, which an error names."""
     found, name = value.get(name), f"{where}{name}"
     if found is None:
@@ -266,7 +262,7 @@ _KINDS: dict[type, str] = {
 
 
 def texts(
-    value: Body, name: str, longest: int = LONGEST_NAME, most: int = MOST_NAMES, where: str = ""
+    value: Json, name: str, longest: int = LONGEST_NAME, most: int = MOST_NAMES, where: str = ""
 ) -> tuple[str, ...]:
     """Return a field that is a text or a list of texts."""
     found, name = taken(value, name, (str, list), (), longest, where), f"{where}{name}"

@@ -14,17 +14,7 @@ from kvtool.core.codec.levels import DEFAULT_LOSSY, MAX_LOSS, NESTED
 from kvtool.core.codec.transform_codec import TransformCodec
 from kvtool.core.common.sizes import shown_size
 from kvtool.core.errors import DamagedError, UsageError
-from tests.cli.working import (
-    CHUNKS,
-    PREFIX,
-    QUESTION,
-    SHORT,
-    damages,
-    files_below,
-    in_terminal,
-    kvtool,
-    process,
-)
+from tests.cli.working import CHUNKS, PREFIX, QUESTION, SHORT, damages, files_below, in_terminal, kvtool, process
 from tests.compress.making import (
     LOSSES,
     chunks_in,

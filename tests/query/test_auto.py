@@ -172,15 +172,7 @@ def test_measured_once_and_kept(path: Path, watch: Stopwatch) -> None:
     assert [first.json["controller"][name] for name in fields] == [second.json["controller"][name] for name in fields]
 
 
-BROKEN = [
-    "",
-    "{",
-    "[]",
-    "null",
-    '{"format": 1}',
-    '{"format": 99, "machines": {}}',
-    '{"format": 1, "machines": 7}',
-]
+BROKEN = ["", "{", "[]", "null", '{"format": 1}', '{"format": 99, "machines": {}}', '{"format": 1, "machines": 7}']
 
 
 @pytest.mark.slow

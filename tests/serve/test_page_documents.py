@@ -157,10 +157,7 @@ def test_names_that_are_the_same_are_told_apart(store: Path, tmp_path: Path, ope
         rows = page.locator("#list li", has_text="Aqueduct.md")
         assert [
             f"in {folder}" in row for folder, row in zip(("east", "west"), rows.all_inner_texts(), strict=True)
-        ] == [
-            True,
-            True,
-        ]
+        ] == [True, True]
         assert "in " not in page.locator("#list li").last.inner_text()
         rows.first.locator("summary").click()
         assert rows.first.locator(".path").inner_text() == str(tmp_path / "east" / "Aqueduct.md")

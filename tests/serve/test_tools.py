@@ -215,17 +215,12 @@ HARD: list[dict[str, Any]] = [  # what llguidance takes minutes for, or more sta
     {"$ref": "#/$defs/a", "$defs": {"a": {"$id": "http://a/", "allOf": [{"$ref": "#"}, {"type": "object"}]}}},
     {"allOf": [{"enum": [f"{n}" for n in range(3000)]}, {"enum": [f"{n}" for n in range(2999, -1, -1)]}]},
     {"allOf": [{"anyOf": [{"properties": {f"{n}{m}": {}}} for m in range(7)]} for n in range(4)]},
+    {"allOf": [{"type": "string", "pattern": f"a.{{{n}}}b"} for n in range(11)]},
     {"$ref": "file:///etc/passwd"},
     {"$ref": "#/$defs/unheard"},
-    *(
-        {
-            "type": "object",
-            "properties": {"n": {"type": "string"}, "a": {"$ref": "#/$defs/a"}},
-            "required": ["n", "a"],
-            "$defs": {"a": each},
-        }
-        for each in ({"$ref": "#/$defs/a"}, {"type": "array", "items": {"$ref": "#/$defs/a"}, "minItems": 1})
-    ),
+    {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}},
+    {"type": "array", "minItems": 1, "items": {"$ref": "#"}},
+    {"type": "object", "properties": {"n": {"type": "string"}, "a": {"$ref": "#"}}, "required": ["n", "a"]},
 ]
 USUAL: list[dict[str, Any]] = [
     linked(30, {"$ref": "NEXT"}, {"type": "array", "items": {"$ref": "NEXT"}}),
@@ -262,23 +257,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": TOOLS[:1] * 129}, "tools"),
     ({"tools": [{"type": "function", "function": {**LOOK, "parameters": {"title": "x" * 70_000}}}]}, "tools"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),
-    (
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "unheard"}}}},
-        "response_format",
-    ),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "unheard"}}}}, "response_format"),
     ({"response_format": {"type": "json_object"}, "kvtool": {"cite": True}}, "kvtool.cite"),
     ({"messages": [ASKED, {"role": "assistant", "tool_calls": [{"function": {}}]}, ASKED]}, "messages.1.tool_calls"),
     ({"messages": [ASKED, {"role": "tool", "content": [{"type": "image_url"}]}]}, "messages.1.content"),
     ({"messages": [ASKED, {"role": "tool", "content": [{"type": "text", "text": {"a": 1}}]}]}, "messages.1.content"),
-    (
-        {
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"schema": {"allOf": [{"type": "string", "pattern": f"a.{{{n}}}b"} for n in range(11)]}},
-            }
-        },
-        "response_format",
-    ),
     ({"messages": [ASKED, {"role": "tool", "content": "the result of no call"}]}, "messages.1"),
     *[
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": each}}}, "response_format")
