@@ -273,10 +273,7 @@ def test_an_answer_ends_when_its_request_is_cancelled(store: Path, monkeypatch: 
     assert pieces
 
 
-def test_waiting_answers_block_no_other_call_and_end_when_cancelled(
-    store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nor the library, which reads and writes in the threads of the event loop's own limiter."""
+def test_waiting_answers_block_nothing_and_can_be_cancelled(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, begun, go = list[str](), threading.Event(), threading.Event()
 
     def answer(self: Tools, question: str, stream: Callable[[str], None] | None = None) -> Found:
@@ -286,7 +283,7 @@ def test_waiting_answers_block_no_other_call_and_end_when_cancelled(
         return Found([])
 
     async def say(client: Client) -> None:
-        anyio.to_thread.current_default_thread_limiter().total_tokens = 1
+        anyio.to_thread.current_default_thread_limiter().total_tokens = 1  # by which the library reads and writes
         with anyio.fail_after(60):
             async with anyio.create_task_group() as group:
                 group.start_soon(client.call_tool, "answer", {"question": "first"})

@@ -66,9 +66,8 @@ def test_neutral_and_ignored_parameters_change_no_answer(path: str, served: Serv
     neutral = {name: values[0] for name, values in NEUTRAL.items() if name not in BODIES[path]}
     ignored = dict.fromkeys(["keep_alive", "num_ctx", "session_id", "timeout", "provider", "service_tier"], 7)
     chosen = {"tools": [], "tool_choice": {"type": "auto"} if path == MESSAGES else "auto"}
-    chosen |= (
-        {"response_format": {"type": "text"}, "logit_bias": {}, "seed": None, "stop": None} if path == CHAT else {}
-    )
+    more = {"response_format": {"type": "text"}, "logit_bias": {}, "seed": None, "stop": None}
+    chosen |= more if path == CHAT else {}
     assert ignored.keys() <= set(IGNORED)
     with served.client as client:
         plain = client.post(path, json=BODIES[path])
@@ -108,8 +107,8 @@ def test_sampling_parameters_are_options_of_the_question() -> None:
         *((CHAT, {name: value}, name) for name in USER for value in (5, True, ["a"], {"a": "b"})),
         (CHAT, {"repeat_penalty": 0}, "repeat_penalty"),
         (CHAT, {"kvtool": {"ratio": 2}}, "kvtool.ratio"),
-        (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens"),
-        (RESPONSES, {"max_output_tokens": "5"}, "max_output_tokens"),
+        *((RESPONSES, {"max_output_tokens": wrong}, "max_output_tokens") for wrong in (0, "5")),
+        *((RESPONSES, {name: 5.5}, name) for name in ("metadata", "reasoning", "max_tool_calls", "prompt_cache_key")),
         (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "text.format"),
         (CHAT, {"stream_options": {"include_usage": 5}}, "stream_options.include_usage"),
         (CHAT, {"kvtool": {"chunks": 5}}, "kvtool.chunks"),
@@ -122,11 +121,7 @@ def test_sampling_parameters_are_options_of_the_question() -> None:
         (RESPONSES, {"previous_response_id": "resp_none"}, "previous_response_id"),
         (RESPONSES, {"input": [{"role": "user", "content": 5}]}, "input.0.content"),
         (RESPONSES, {"input": [{"role": "user", "content": "x", "id": 5}]}, "input.0.id"),
-        (RESPONSES, {"metadata": "abc"}, "metadata"),
         (RESPONSES, {"metadata": {"store": 5}}, "metadata.store"),
-        (RESPONSES, {"reasoning": "x"}, "reasoning"),
-        (RESPONSES, {"max_tool_calls": "x"}, "max_tool_calls"),
-        (RESPONSES, {"prompt_cache_key": {}}, "prompt_cache_key"),
         (MESSAGES, {"output_config": {"format": {}}}, "output_config.format"),
         (MESSAGES, {"tools": [{"name": "f", "input_schema": 5}]}, "tools.0.input_schema"),
         (MESSAGES, {"max_tokens": -1}, "max_tokens"),
@@ -292,10 +287,8 @@ def test_thinking_of_other_models_is_dropped(served: Served) -> None:
     bare = {"role": "assistant", "content": [{"type": "text", "text": "Yes."}]}
     habits = {"max_tokens": None, "thinking": {"type": "adaptive", "display": "omitted"}}
     with served.client as client:
-        counts = [
-            client.post(f"{MESSAGES}/count_tokens", json=habits | {"messages": [*ASKED, one, *ASKED]}).json()
-            for one in (said, bare)
-        ]
+        bodies = [habits | {"messages": [*ASKED, one, *ASKED]} for one in (said, bare)]
+        counts = [client.post(f"{MESSAGES}/count_tokens", json=body).json() for body in bodies]
         assert counts[0] == counts[1]
         assert counts[0]["input_tokens"]
         reasoning = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"}
@@ -447,9 +440,7 @@ def test_models_are_listed_as_each_client_expects(served: Served) -> None:
         ("/api/generate", {}, "load"),
         ("/api/generate", {"prompt": "", "keep_alive": 0}, "unload"),
         ("/api/chat", {"messages": []}, "load"),
-        ("/api/chat", {"messages": [], "keep_alive": "0s"}, "unload"),
-        ("/api/chat", {"messages": [], "keep_alive": "0m"}, "unload"),
-        ("/api/chat", {"messages": [], "keep_alive": False}, "unload"),
+        *(("/api/chat", {"messages": [], "keep_alive": none}, "unload") for none in ("0s", "0m", False)),
         ("/api/chat", {"messages": [], "keep_alive": "10m", "options": {"logits_all": False}}, "load"),
     ],
 )
@@ -462,12 +453,11 @@ def test_ollamas_requests_without_a_question_name_what_they_ask_for(
     assert (said["done"], said["done_reason"]) == (True, reason)
 
 
-WRONG = [{"messages": {}}, {"messages": 0}, {"messages": False}, {"messages": ""}, {"prompt": 0}]
+WRONG = [*({"messages": value} for value in ({}, 0, False, "")), {"prompt": 0}]
+WRONG += [{name: "x"} for name in ("options", "stream", "tools", "format")]
 
 
-@pytest.mark.parametrize(
-    "wrong", [*WRONG, *({name: "x"} for name in ("options", "stream", "tools", "format"))], ids=str
-)
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_ollamas_requests_without_a_question_are_checked(wrong: dict[str, Any], served: Served) -> None:
     with served.client as client:
         path = "/api/generate" if "prompt" in wrong else "/api/chat"

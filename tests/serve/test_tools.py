@@ -48,6 +48,7 @@ LOOK = {"name": "look_up", "description": 'The "mill" of a number.', "parameters
 OTHER = {"name": "other", "description": "Anything else.", "parameters": {"type": "object", "properties": {}}}
 TOOLS: list[Any] = [{"type": "function", "function": LOOK}, {"type": "function", "function": OTHER}]
 NAMED: Any = {"type": "function", "function": {"name": "look_up"}}
+TEXT = {"type": "string"}
 ASKED: Any = {"role": "user", "content": QUESTION}
 
 
@@ -108,9 +109,8 @@ def test_a_call_of_responses_and_its_result(chat: Any) -> None:
     assert is_of_schema(json.loads(call.arguments))
     *_, last = events = list(chat.responses.create(input=QUESTION, stream=True, **asked))
     assert json.loads(last.response.output[0].arguments) == json.loads(call.arguments)
-    assert [event.delta for event in events if event.type == "response.function_call_arguments.delta"] == [
-        call.arguments
-    ]
+    (delta,) = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    assert delta == call.arguments
     asked |= {"tool_choice": "none", "max_output_tokens": 4}
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "Baker B. built it."}
     later = chat.responses.create(input=[result], previous_response_id=done.id, **asked)
@@ -248,10 +248,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "unheard"}}}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0"),
-    (
-        {"tools": [{"type": "function", "function": {**LOOK, "parameters": {"type": "string"}}}]},
-        "tools.0.function.parameters",
-    ),
+    ({"tools": [{"type": "function", "function": LOOK | {"parameters": TEXT}}]}, "tools.0.function.parameters"),
     ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "tools": ["required"]}}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": NAMED, "tools": [NAMED]}}, "tool_choice.mode"),
     ({"tools": TOOLS[:1] * 129}, "tools"),
@@ -339,9 +336,8 @@ def test_arguments_that_no_response_could_have(value: str) -> None:
     for text in (own, f"<tool_call>{own}</tool_call>"):
         answer = with_calls(Answer(text, "stop", (), (), {}, 0, "", 0.0, 0.0), TOOLS)
         assert (answer.text, answer.calls) == (text, ())
-    forced = with_calls(
-        Answer(f"<tool_call>\n{own}\n</tool_call>", "stop", (), (), {}, 0, "", 0.0, 0.0), TOOLS, forced=True
-    )
+    said = Answer(f"<tool_call>\n{own}\n</tool_call>", "stop", (), (), {}, 0, "", 0.0, 0.0)
+    forced = with_calls(said, TOOLS, forced=True)
     assert (forced.text, [call.json for call in forced.calls]) == ("", [f'{{"mill": {value}}}'])
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": f'{{"mill": {value}}}'}}]}
     asked = read_chat({"messages": [ASKED, call, {"role": "tool", "content": "x"}]}, QueryOptions()).ask
