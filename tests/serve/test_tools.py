@@ -220,7 +220,7 @@ HARD: list[dict[str, Any]] = [  # what llguidance takes minutes for, or more sta
     {"$ref": "#/$defs/unheard"},
     {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}},
     {"type": "array", "minItems": 1, "items": {"$ref": "#"}},
-    {"type": "object", "properties": {"n": {"type": "string"}, "a": {"$ref": "#"}}, "required": ["n", "a"]},
+    {"type": "object", "properties": {"n": TEXT, "a": {"$ref": "#/properties/a"}}, "required": ["n", "a"]},
 ]
 USUAL: list[dict[str, Any]] = [
     linked(30, {"$ref": "NEXT"}, {"type": "array", "items": {"$ref": "NEXT"}}),
