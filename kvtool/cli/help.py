@@ -89,8 +89,8 @@ def show_help(
             hint = f"did you mean `kvtool help {group} {topic[0]}`?"
         raise UsageError(f"there is no page {' '.join(topic)!r}", hint)
     text = page(name)
-    for_terminal = _PAGE_LINK.sub(r"\1 (`kvtool help \2`)", text)
-    out.result({"topic": name, "text": text}, lambda: out.markdown(text, for_terminal=for_terminal))
+    shown = _PAGE_LINK.sub(r"\1 (`kvtool help \2`)", text)
+    out.result({"topic": name, "text": text}, lambda: out.markdown(shown))
 
 
 show_help.examples = ("help concepts", "help store ls", "help cron --json")  # type: ignore[attr-defined]

@@ -122,10 +122,9 @@ class Out:
         if self.human:
             self._put(render_table(columns, [list(row) for row in rows], title, self._stdout))
 
-    def markdown(self, text: str, for_terminal: str = "") -> None:
+    def markdown(self, text: str) -> None:
         if self.human:
-            terminal = self._stdout.isatty()
-            self._put(render_markdown(for_terminal or text) if terminal else text.rstrip("\n") + "\n")
+            self._put(render_markdown(text) if self._stdout.isatty() else text.rstrip("\n") + "\n")
 
     def json(self, value: Mapping[str, Any]) -> None:
         self._put(to_json({"schema": SCHEMA} | plain(value), encoding=self._stdout.encoding) + "\n")

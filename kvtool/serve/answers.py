@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, closing, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -24,9 +25,10 @@ from kvtool.serve.job import Answer, Ask, Event, LeftError, PromptTokens
 from kvtool.serve.metrics import stats_of
 from kvtool.serve.options import ServeOptions
 from kvtool.serve.tools import Hold, with_calls
-from kvtool.serve.wire import Refusal, body_of
+from kvtool.serve.wire import Refusal, body_of, briefly
 
 T = TypeVar("T")
+_FORCING = ("response_format", "text", "output_config", "format", "tool_choice")  # compiled, which may take seconds
 ANY_NAME = "kvtool"  # a further name of the model
 
 
@@ -122,7 +124,9 @@ class Answers:
         return await asyncio.to_thread(self.engine.count, asked.ask)
 
     async def parsed(self, value: Mapping[str, Any], read: Read) -> ChatRequest:
-        asked = await asyncio.to_thread(read, value, self._options, self._serving.strict)  # it may compile a schema
+        work = partial(read, value, self._options, self._serving.strict)
+        compiles = any(value.get(name) for name in _FORCING)
+        asked = await (asyncio.to_thread(work) if compiles else briefly(work))
         self.check_model(asked.model, self.engine.model_name)
         return asked
 
@@ -156,13 +160,13 @@ class Answers:
             try:
                 while event is None:
                     yield response.waiting()
-                    event = await heard.next(_ALIVE_EVERY)
+                    event = await heard.next(ALIVE_EVERY)
                 for text in response.beginning(heard.job.tokens):
                     yield text
                 while not isinstance(event, Answer):
                     for text in [response.waiting()] if event is None else _shown(response, trim, hold.piece(event)):
                         yield text
-                    event = await heard.next(_ALIVE_EVERY)
+                    event = await heard.next(ALIVE_EVERY)
                 answer = with_calls(event, ask.tools, ask.parallel, bool(ask.options.grammar)) if ask.tools else event
                 stats_of(request).answer, left = answer, None
                 for text in _shown(response, trim, hold.rest()) if answer is event else ():  # else it was a call
@@ -193,7 +197,7 @@ def unknown_model(name: str, known: str) -> Refusal:
 # ---- streams ----
 
 _BEFORE_HEADERS = 10.0  # seconds in which an error has a status of its own
-_ALIVE_EVERY = 10.0  # seconds between two signs of life in a stream
+ALIVE_EVERY = 10.0  # seconds between two signs of life in a stream
 
 
 class EventStream(StreamingResponse):

@@ -21,27 +21,26 @@ from kvtool.serve.wire import ANTHROPIC_PATH, Refusal, body_of, check_names, err
 
 _SAME = ("model", "stream", "kvtool", ENDLESS, *SAMPLING)  # as in OpenAI's chat
 _KNOWN = ("messages", "system", "stop_sequences", "tools", "tool_choice", "output_config", *_SAME)
+_TOOL = ("name", "description", "input_schema", "type", "cache_control", "strict")
 _THINKING = ("thinking", "redacted_thinking")  # blocks that only the model reads that has written them
 
 
 def read_message(value: Mapping[str, Any], options: QueryOptions, strict: bool) -> ChatRequest:
     check_parameters(value, _KNOWN)
-    if value.get("max_tokens") is None:
-        raise Refusal(400, "missing", "max_tokens is missing", "the most tokens of an answer", "max_tokens")
-    messages = taken(value, "messages", list, [])
-    for number, message in enumerate(messages):
-        if isinstance(message, dict) and message.get("role") not in ("user", "assistant"):
-            what = f"messages.{number} has another role than user or assistant"
-            raise Refusal(400, "unsupported", what, "instructions go into `system`", f"messages.{number}.role")
-    messages = [each for number, one in enumerate(messages) for each in _messages(one, f"messages.{number}")]
+    if taken(value, "max_tokens", int, 0) < 1:
+        raise Refusal(400, "missing", "max_tokens is missing or below 1", "the most tokens of an answer", "max_tokens")
+    given = enumerate(taken(value, "messages", list, []))
+    named = [(f"messages.{number}", each) for number, one in given for each in _messages(one, f"messages.{number}")]
     system = text_of(value.get("system") or "", "system")
     stops = list(texts(value, "stop_sequences"))
-    user = taken(taken(value, "metadata", dict, {}), "user_id", str)
+    user = taken(taken(value, "metadata", dict, {}), "user_id", str, where="metadata.")
     same = {name: value.get(name) for name in _SAME}
-    form = taken(taken(value, "output_config", dict, {}), "format", dict)  # its `effort` is a model's that thinks
-    chat = {**same, "messages": messages, "stop": stops, "user": user, "response_format": form, **_tools(value)}
-    with renamed(stop="stop_sequences", response_format="output_config.format", parameters="input_schema"):
-        return read_chat(chat, options, strict, system)
+    # Its `effort` is a model's that thinks.
+    form = taken(taken(value, "output_config", dict, {}), "format", dict, where="output_config.")
+    chat = {**same, "messages": [each for _, each in named], "stop": stops, "user": user, "response_format": form}
+    own = {"stop": "stop_sequences", "response_format": "output_config.format"}
+    with renamed(function="", parameters="input_schema", tool_calls="", **own):
+        return read_chat(chat | _tools(value), options, strict, system, [where for where, _ in named])
 
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -52,29 +51,33 @@ def _tools(value: Mapping[str, Any]) -> dict[str, Any]:
     for number, tool in enumerate(taken(value, "tools", list, [])):
         if not isinstance(tool, dict) or tool.get("type", "custom") != "custom":
             raise Refusal(400, "unsupported", f"tools.{number} is no tool of the client", param=f"tools.{number}")
-        check_names(tool, ("name", "description", "input_schema", "type", "cache_control", "strict"))
+        check_names(tool, _TOOL, where=f"tools.{number}.")
         own = {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool.get("input_schema")}
         tools.append({"type": "function", "function": own})
     choice = taken(value, "tool_choice", dict, {})
-    check_names(choice, ("type", "name", "disable_parallel_tool_use"))
+    check_names(choice, ("type", "name", "disable_parallel_tool_use"), where="tool_choice.")
     kind = choice.get("type", "auto")
     named = {"type": "function", "function": {"name": choice.get("name")}}
     chosen = {"tools": tools, "tool_choice": named if kind == "tool" else _CHOICES.get(str(kind), kind)}
-    return chosen | {"parallel_tool_calls": not taken(choice, "disable_parallel_tool_use", bool, False)}
+    is_single = taken(choice, "disable_parallel_tool_use", bool, False, where="tool_choice.")
+    return chosen | {"parallel_tool_calls": not is_single}
 
 
 def _messages(message: Any, where: str) -> list[Any]:
     """Return a message as OpenAI has it: the results of tools are messages of their own. Raises Refusal."""
+    if isinstance(message, dict) and message.get("role") not in ("user", "assistant"):
+        what = f"{where} has another role than user or assistant"
+        raise Refusal(400, "unsupported", what, "instructions go into `system`", f"{where}.role")
     content = message.get("content") if isinstance(message, dict) else None
     if not isinstance(content, list):
         return [message]
-    content = [block for block in content if not isinstance(block, dict) or block.get("type") not in _THINKING]
-    kinds = [block.get("type") if isinstance(block, dict) else None for block in content]
-    calls = [block for block, kind in zip(content, kinds, strict=True) if kind == "tool_use"]
-    results = [block for block, kind in zip(content, kinds, strict=True) if kind == "tool_result"]
+    calls, results, rest = (list[Any]() for _ in range(3))
+    for block in content:
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind not in _THINKING:
+            (calls if kind == "tool_use" else results if kind == "tool_result" else rest).append(block)
     if (calls and message["role"] == "user") or (results and message["role"] == "assistant"):
         raise Refusal(400, "unsupported", f"{where} has calls or results of the other role", param=where)
-    rest = [block for block, kind in zip(content, kinds, strict=True) if kind not in ("tool_use", "tool_result")]
     said = {"role": message["role"], "content": rest or ""}
     if calls:
         said["tool_calls"] = [

@@ -16,7 +16,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp
 
 from kvtool.core.checkpoint.files import looks_local
@@ -25,7 +25,7 @@ from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request as Question
-from kvtool.serve.answers import Answers, EventStream, Listening, while_there
+from kvtool.serve.answers import ALIVE_EVERY, Answers, EventStream, Listening, while_there
 from kvtool.serve.anthropic import Anthropic
 from kvtool.serve.auth import OWNER, BodyLimits, Guard, owner_of
 from kvtool.serve.documents import Documents
@@ -38,7 +38,7 @@ from kvtool.serve.options import ServeOptions
 from kvtool.serve.page import page_routes
 from kvtool.serve.responses import Responses
 from kvtool.serve.unix_socket import PATH, placed
-from kvtool.serve.wire import ANTHROPIC_PATH, VERSION, Refusal, body_of, briefly, failed, refused, texts
+from kvtool.serve.wire import Refusal, body_of, briefly, failed, refused, texts
 
 _TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus'
 _HTTP_ERRORS = {
@@ -46,7 +46,6 @@ _HTTP_ERRORS = {
     405: "this address knows no such method",
     413: "the request is too long",
 }
-_ALIVE_EVERY = 10.0  # seconds between two empty lines to the local client
 _CLIENT = "shell"  # its name in the log
 
 
@@ -120,19 +119,22 @@ def make_app(
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    path = ANTHROPIC_PATH if VERSION in request.headers else request.url.path
+    scope = request.scope
     if isinstance(error, Refusal):
-        return refused(error, path)
+        return refused(error, scope)
     if isinstance(error, ClientDisconnect):
         return Response(status_code=499)
     if isinstance(error, HTTPException):
         said = _HTTP_ERRORS.get(error.status_code, error.detail)
-        response = refused(Refusal(error.status_code, "http", said), path)
+        response = refused(Refusal(error.status_code, "http", said), scope)
         response.headers.update(error.headers or {})
+        if error.status_code == 405:  # of several routes of one path, the error names the methods of the first only
+            same = [route for route in request.app.routes if route.matches(scope)[0] is Match.PARTIAL]
+            response.headers["Allow"] = ", ".join(sorted({method for route in same for method in route.methods}))
         return response
     if not isinstance(error, KvtoolError):
-        return failed(KvtoolError(f"unexpected {type(error).__name__}", "this is a bug in kvtool"), path)
-    response = failed(error, path)
+        return failed(KvtoolError(f"unexpected {type(error).__name__}", "this is a bug in kvtool"), scope)
+    response = failed(error, scope)
     stats_of(request).failed(error, response.status_code)
     return response
 
@@ -187,7 +189,7 @@ async def _lines(engine: Engine, ask: Ask, stats: RequestStats) -> AsyncGenerato
         begun = False
         ended: KvtoolError | None = LeftError("the shell has left")
         try:
-            while not isinstance(event := await heard.next(_ALIVE_EVERY), Answer):
+            while not isinstance(event := await heard.next(ALIVE_EVERY), Answer):
                 begun = True
                 yield _line({} if event is None else {"text": event})
             stats.answer, ended = event, None

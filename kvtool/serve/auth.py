@@ -43,7 +43,7 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if (refusal := self._refusal(scope)) is not None:
-            await refused(refusal, scope["path"])(scope, receive, send)
+            await refused(refusal, scope)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 

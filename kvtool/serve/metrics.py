@@ -174,6 +174,6 @@ class LoggingMiddleware:
             stats.failed(error, 503)
             if begun:
                 raise
-            await failed(error, scope["path"])(scope, receive, sending)
+            await failed(error, scope)(scope, receive, sending)
         finally:
             self._note(scope)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -26,6 +27,8 @@ Kind = Literal["message", "response"]
 """The field of an answer's text: of `/api/chat`, and of `/api/generate`."""
 
 _KNOWN = ("model", "stream", "options", "kvtool", "logprobs", "top_logprobs", "format")
+_OF_MESSAGE = ("role", "content", "thinking", "tool_calls", "tool_name", "tool_call_id")
+_KEEP = re.compile(r"None|True|False|[+-]?(?:[\d.]++(?:e[+-]?\d++)?(?:[nuµm]?s|m|h)?)++", re.ASCII)
 _SAMPLING = ("stop", ENDLESS, *(name for name in SAMPLING if name != "max_tokens"))  # of `options`, as in OpenAI's chat
 _TAG = ":latest"
 _NS = 1_000_000  # of a millisecond
@@ -35,9 +38,9 @@ _VERSION = "0.14.2"  # the release of Ollama with these endpoints; VS Code refus
 def read_ollama_chat(value: Mapping[str, Any], options: QueryOptions, strict: bool) -> ChatRequest:
     check_parameters(value, ("messages", "tools", *_KNOWN))
     messages = taken(value, "messages", list, [])
-    for message in messages:
+    for number, message in enumerate(messages):
         if isinstance(message, dict):
-            check_names(message, ("role", "content", "thinking", "tool_calls", "tool_name"), {"images": ([],)})
+            check_names(message, _OF_MESSAGE, {"images": ([],)}, f"messages.{number}.")
     return _read(value, messages, options, strict)
 
 
@@ -50,8 +53,10 @@ def read_generate(value: Mapping[str, Any], options: QueryOptions, strict: bool)
 
 
 def _read(value: Mapping[str, Any], messages: list[Any], options: QueryOptions, strict: bool) -> ChatRequest:
+    if not _KEEP.fullmatch(str(value.get("keep_alive", 0))):
+        raise Refusal(400, "wrong_type", "keep_alive is not a duration", "seconds, or text such as 10m", "keep_alive")
     given = taken(value, "options", dict, {})
-    check_parameters(given, _SAMPLING)
+    check_parameters(given, _SAMPLING, "options.")
     chat = {name: given.get(name) for name in _SAMPLING} | {"messages": messages, "kvtool": value.get("kvtool")}
     chat["stream"] = taken(value, "stream", bool, True)
     chat |= {name: value.get(name) for name in ("logprobs", "top_logprobs", "tools")}
@@ -59,10 +64,10 @@ def _read(value: Mapping[str, Any], messages: list[Any], options: QueryOptions, 
     if isinstance(form, str) and form not in ("", "json"):
         raise Refusal(400, "unsupported", f"there is no format {form!r}", "json, or a schema", "format")
     if form:
-        schema = {"type": "object"} if form == "json" else form
-        chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
+        own = {"type": "json_schema", "schema": form}
+        chat["response_format"] = {"type": "json_object"} if form == "json" else own
     chat["model"] = taken(value, "model", str, "").removesuffix(_TAG)
-    with renamed(response_format="format"):
+    with renamed(response_format="format", **{name: f"options.{name}" for name in _SAMPLING}):
         return read_chat(chat, options, strict)
 
 

@@ -42,16 +42,19 @@ _MAX_STOPS, _MAX_STOP = 16, 1000  # characters
 _MAX_MESSAGES = 4096
 
 
-def read_chat(value: Mapping[str, Any], options: QueryOptions, strict: bool = False, system: str = "") -> ChatRequest:
-    """Parse a body of `/v1/chat/completions`. `system`: an instruction before those of the messages."""
+def read_chat(
+    value: Mapping[str, Any], options: QueryOptions, strict: bool = False, system: str = "", names: Sequence[str] = ()
+) -> ChatRequest:
+    """Parse a body of `/v1/chat/completions`. `system`: an instruction before those of the messages. `names`: of the
+    messages, as the client has them."""
     given = taken(value, "messages", list, [])
-    messages = _messages(given)
+    messages = _messages(given, names or [f"messages.{number}" for number in range(len(given))])
     end = len(messages)
-    while end and messages[end - 1][0] == "assistant" and not given[end - 1].get("tool_calls"):
+    while end and messages[end - 1][0] in ("assistant", "system") and not given[end - 1].get("tool_calls"):
         end -= 1
-    prefill = "\n\n".join(filter(None, (text.rstrip() for _, text in messages[end:])))
+    prefill = "\n\n".join(text.rstrip() for role, text in messages[end:] if role == "assistant" and text.rstrip())
     own = (("system", within(system, "system", LONGEST_TEXT)),) if system else ()
-    messages = (*own, *messages[:end])
+    messages = (*own, *messages[:end], *(each for each in messages[end:] if each[0] == "system"))
     system, turns, question = _conversation(messages)
     options = replace(options, system=system or options.system)
     return _read(value, Question(question, messages=messages, prefill=prefill), options, strict, turns)
@@ -89,22 +92,22 @@ def _read(
     stops = texts(value, "stop", _MAX_STOP, _MAX_STOPS)
     if grammar:  # a text that is cut off follows none
         given |= {"grammar": grammar, "stop_repeats": False, "min_tokens": 0}
-    choice = ChunkChoice(chunks=texts(own, "chunks"), documents=texts(own, "documents"))
-    if choice.chunks or choice.documents or not taken(own, "spot", bool, True):
+    choice = ChunkChoice(**{name: texts(own, name, where="kvtool.") for name in ("chunks", "documents")})
+    if choice.chunks or choice.documents or not taken(own, "spot", bool, True, where="kvtool."):
         question = replace(question, chunks=choice.chunks, documents=choice.documents, messages=())
     ask = Ask(
         question,
         replace(options, **given),
         () if grammar else stops,
         turns,
-        must_find=taken(own, "strict", bool, strict),
+        must_find=taken(own, "strict", bool, strict, where="kvtool."),
         tools=tools,
         parallel=taken(value, "parallel_tool_calls", bool, True),
     )
     return ChatRequest(
         ask,
         stream=taken(value, "stream", bool, False),
-        usage=taken(taken(value, "stream_options", dict, {}), "include_usage", bool, False),
+        usage=taken(taken(value, "stream_options", dict, {}), "include_usage", bool, False, where="stream_options."),
         model=taken(value, "model", str, ""),
         user=next(filter(None, [taken(value, name, str, "") for name in USER]), ""),
     )
@@ -124,17 +127,14 @@ def _sampling(value: Mapping[str, Any]) -> dict[str, Any]:
     return sampling_options(value) | {"logit_bias": tuple(f"{token}={float(bias):f}" for token, bias in biases.items())}
 
 
-def _messages(messages: list[Any]) -> tuple[tuple[str, str], ...]:
-    if len(messages) > _MAX_MESSAGES:
-        raise Refusal(
-            400, "too_many", f"there are {len(messages):,} messages", f"at most {_MAX_MESSAGES:,}", "messages"
-        )
-    said = [_message(message, number) for number, message in enumerate(messages)]
-    for number, message in enumerate(messages):
-        before = messages[number - 1] if number else {}
+def _messages(messages: list[Any], names: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    if (count := len(messages)) > _MAX_MESSAGES:
+        raise Refusal(400, "too_many", f"messages has {count:,} items", f"at most {_MAX_MESSAGES:,}", "messages")
+    said = [_message(message, where) for message, where in zip(messages, names, strict=True)]
+    for before, message, where in zip([{}, *messages], messages, names, strict=False):
         if message["role"] == "tool" and before.get("role") != "tool" and not before.get("tool_calls"):
-            what = f"messages.{number} is a tool result without a preceding tool call"
-            raise Refusal(400, "unsupported", what, "send the message with the call, too", f"messages.{number}")
+            what = f"{where} is a tool result without a preceding tool call"
+            raise Refusal(400, "unsupported", what, "send the message with the call, too", where)
     return tuple(("system" if role == "developer" else role, text) for role, text in said)
 
 
@@ -159,8 +159,7 @@ def _turns(spoken: list[tuple[str, str]]) -> tuple[Turns, str]:
     return tuple(zip(joined[:-1:2], joined[1::2], strict=True)), joined[-1]
 
 
-def _message(message: Any, number: int) -> tuple[str, str]:
-    where = f"messages.{number}"
+def _message(message: Any, where: str) -> tuple[str, str]:
     if not isinstance(message, dict):
         raise Refusal(400, "wrong_type", f"{where} is no object", param=where)
     role = message.get("role")
@@ -170,7 +169,7 @@ def _message(message: Any, number: int) -> tuple[str, str]:
         text = f"{where} has the role {reprlib.repr(role)}"
         raise Refusal(400, "unsupported", text, "user, assistant or system", f"{where}.role")
     content = message.get("content")
-    text = "" if content is None and role == "assistant" else text_of(content, where)
+    text = "" if content is None and role == "assistant" else text_of(content, f"{where}.content")
     return role, within(text, f"{where}.content", LONGEST_TEXT)
 
 

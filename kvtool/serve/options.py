@@ -44,10 +44,7 @@ class ServeOptions(Options, sections=("serve",), group="Limits and log"):
         None, "Private key of the certificate (PEM).", group=ADDRESS, metavar="FILE", unit="path"
     )
     socket: bool = option(
-        True,
-        "Let `kvtool query` of this user use the loaded model, through a local socket.",
-        group=ADDRESS,
-        setting="serve_socket",
+        True, "Let this user's `kvtool query` use the model by a local socket.", group=ADDRESS, setting="serve_socket"
     )
 
     key_file: Path | None = option(
@@ -76,34 +73,22 @@ class ServeOptions(Options, sections=("serve",), group="Limits and log"):
     )
 
     spot: bool = option(
-        True,
-        "Reuse stored passages that a client's messages contain, and retrieve none for them.",
-        group=DOCUMENTS,
-        setting="serve_spot",
+        True, "Reuse stored passages that messages contain, without retrieval.", group=DOCUMENTS, setting="serve_spot"
     )
     any_model: bool = option(
         False, "Answer to every model name that a client sends.", group=ACCESS, setting="serve_any_model"
     )
     strict: bool = option(
-        False,
-        "Refuse a question for which no passage is found, instead of answering without passages.",
-        group=DOCUMENTS,
-        setting="serve_strict",
+        False, "Refuse a question without passages, instead of answering it.", group=DOCUMENTS, setting="serve_strict"
     )
     learn: bool = option(
-        False,
-        "Store passages that come again in clients' messages, and reuse them.",
-        group=DOCUMENTS,
-        setting="serve_learn",
+        False, "Store passages that clients send repeatedly, and reuse them.", group=DOCUMENTS, setting="serve_learn"
     )
     learn_budget: int = option(
         2 * 10**9, "Disk space for learned passages.", group=DOCUMENTS, unit="size", lowest=1, instead="2GB"
     )
     isolate: bool = option(
-        True,
-        "Reuse learned passages and conversations only for the API key that sent them.",
-        group=DOCUMENTS,
-        setting="serve_isolate",
+        True, "Share no learned passages or conversations between API keys.", group=DOCUMENTS, setting="serve_isolate"
     )
     keep_conversations: int = option(
         5 * 10**8, "Memory for conversations that may continue; 0 keeps none.", unit="size", lowest=0, instead="500MB"
@@ -113,11 +98,7 @@ class ServeOptions(Options, sections=("serve",), group="Limits and log"):
         (), "Let clients ingest files below this folder.", group=DOCUMENTS, metavar="FOLDER", unit="path"
     )
     uploads: Path | None = option(
-        None,
-        "Folder for documents that clients upload; without it they cannot.",
-        group=DOCUMENTS,
-        metavar="FOLDER",
-        unit="path",
+        None, "Let clients upload documents into this folder.", group=DOCUMENTS, metavar="FOLDER", unit="path"
     )
     request_log: Path | None = option(
         None, "Write one line per request to this file.", metavar="FILE", unit="path", instead="stdout"

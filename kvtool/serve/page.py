@@ -19,10 +19,9 @@ from kvtool.serve.wire import briefly
 _FOLDER = Path(__file__).parent / "static"
 _FILES = {  # file and type by address
     "/": ("index.html", "text/html; charset=utf-8"),
-    "/page/app.js": ("app.js", "text/javascript; charset=utf-8"),
     **{
         f"/page/{name}.js": (f"{name}.js", "text/javascript; charset=utf-8")
-        for name in ("answer", "documents", "elements", "ko", "server", "text")
+        for name in ("app", "answer", "documents", "elements", "ko", "server", "text")
     },
     "/page/style.css": ("style.css", "text/css; charset=utf-8"),
     "/page/icon.svg": ("icon.svg", "image/svg+xml"),

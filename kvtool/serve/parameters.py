@@ -34,8 +34,8 @@ SAMPLING: dict[str, tuple[str, tuple[type, ...]]] = {
     "min_tokens": ("min_tokens", (int,)),
     "seed": ("seed", (int,)),
 }
-# Values that set no limit of their own: of llama.cpp and Ollama, and of vLLM and Anthropic's clients.
-_UNLIMITED = {"max_tokens": (-1, -2), "sampled_tokens": (-1,)}
+# Values that set no limit, unless another name of the option does: of llama.cpp and Ollama, and of vLLM.
+_UNLIMITED = {("max_tokens", -1): 2**31 - 1, ("max_tokens", -2): 2**31 - 1, ("sampled_tokens", -1): 0}
 ENDLESS = "ignore_eos"
 USER = ("user", "safety_identifier")  # the older and the newer name of one parameter
 
@@ -72,8 +72,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-def check_parameters(value: Mapping[str, Any], known: Collection[str]) -> None:
-    check_names(value, (*known, *IGNORED), NEUTRAL)
+def check_parameters(value: Mapping[str, Any], known: Collection[str], where: str = "") -> None:
+    check_names(value, (*known, *IGNORED), NEUTRAL, where)
 
 
 def checked(option: str, value: Any, name: str) -> Any:
@@ -84,9 +84,12 @@ def checked(option: str, value: Any, name: str) -> Any:
 
 
 def sampling_options(value: Mapping[str, Any]) -> dict[str, Any]:
-    options = {}
+    options: dict[str, Any] = {}
     for name, (option, kinds) in SAMPLING.items():
-        if (number := taken(value, name, kinds)) is not None and number not in _UNLIMITED.get(option, ()):
+        number = taken(value, name, kinds)
+        if (option, number) in _UNLIMITED:
+            options.setdefault(option, _UNLIMITED[option, number])
+        elif number is not None:
             options[option] = checked(option, number % 2**63 if option == "seed" else number, name)
     if taken(value, ENDLESS, bool, False):
         options["min_tokens"] = 2**31 - 1

@@ -63,33 +63,29 @@ class Remembered:
         while self._bytes > self._limit:
             self._bytes -= len(self._held.popitem(last=False)[1])
 
-    def exchange(self, owner: str, name: str) -> Exchange:
+    def exchange(self, owner: str, name: str, param: str | None = None) -> Exchange:
         if (text := self._held.get((owner, name))) is None:
-            raise _unknown(name)
+            hint = "send all messages as `input`; the server remembers responses until it ends, unless store is false"
+            raise Refusal(404, "previous_response_not_found", f"there is no response {name!r}", hint, param)
         self._held.move_to_end((owner, name))
         return Exchange(**json.loads(text))
 
     def forget(self, owner: str, name: str) -> None:
-        if (text := self._held.pop((owner, name), None)) is None:
-            raise _unknown(name)
-        self._bytes -= len(text)
+        self.exchange(owner, name)
+        self._bytes -= len(self._held.pop((owner, name)))
 
 
-def _unknown(name: str) -> Refusal:
-    hint = "send all messages as `input`; the server remembers responses until it ends, and not those with store: false"
-    return Refusal(404, "previous_response_not_found", f"there is no response {name!r}", hint, "previous_response_id")
-
-
-def input_messages(value: Mapping[str, Any]) -> list[Message]:
+def _input_messages(value: Mapping[str, Any]) -> dict[str, Message]:
+    """Return the messages of an input by their paths in it."""
     given = _items(value)
     if not given:
         raise Refusal(400, "missing", "input is missing or empty", "a text, or a list of messages", "input")
     # Only the model reads `reasoning` that has written it.
-    return [
-        _message(item, f"input.{number}")
+    return {
+        (where := f"input.{number}"): _message(item, where)
         for number, item in enumerate(given)
         if not isinstance(item, dict) or item.get("type") != "reasoning"
-    ]
+    }
 
 
 def _items(value: Mapping[str, Any]) -> list[Any]:
@@ -100,12 +96,12 @@ def _items(value: Mapping[str, Any]) -> list[Any]:
 def _message(item: Any, where: str) -> Message:
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind is not None:
-        taken(item, "id", str)
+        taken(item, "id", str, where=f"{where}.")
     if kind == "function_call":
         own = {"name": item.get("name"), "arguments": item.get("arguments")}
         return {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": own}]}
     if kind == "function_call_output":
-        return {"role": "tool", "content": _texts(item.get("output"))}
+        return {"role": "tool", "content": text_of(_texts(item.get("output")), f"{where}.output")}
     if kind != "message":
         raise Refusal(400, "unsupported", f"{where} is not a message", "send text, calls and their results", where)
     return {"role": item.get("role"), "content": _texts(item.get("content"))}
@@ -137,8 +133,8 @@ def _tools(value: Mapping[str, Any]) -> dict[str, Any]:
         for tool in taken(value, "tools", list, [])
     ]
     form = taken(value, "text", dict, {})
-    check_names(form, ("format", "verbosity"))
-    taken(form, "verbosity", str)
+    check_names(form, ("format", "verbosity"), where="text.")
+    taken(form, "verbosity", str, where="text.")
     return {"tools": tools, "tool_choice": value.get("tool_choice"), "response_format": form.get("format")}
 
 
@@ -299,16 +295,18 @@ class Responses:
         for name, kind in _TYPES.items():
             taken(value, name, kind)
         for name in value.get("metadata") or ():
-            taken(value["metadata"], name, str)
+            taken(value["metadata"], name, str, where="metadata.")
         if unknown := [name for name in texts(value, "include") if name not in _FOREIGN]:
             raise Refusal(400, "unsupported", f"include cannot have {unknown[0]!r}", "leave it out", "include")
         before = taken(value, "previous_response_id", str)
-        messages += self._remembered.exchange(owner, before).messages if before else []
-        messages += input_messages(value)
+        messages += self._remembered.exchange(owner, before, "previous_response_id").messages if before else []
+        given = _input_messages(value)
+        names = ["previous_response_id"] * len(messages) + [*given]
+        messages += given.values()
         chat = {each: value.get(each) for each in _SAME}
         system = taken(value, "instructions", str, "", LONGEST_TEXT)  # of this response only
-        with renamed(messages="input", response_format="text.format"):
-            return read_chat(chat | {"messages": messages} | _tools(value), options, strict, system)
+        with renamed(messages="input", response_format="text.format", function="", tool_calls=""):
+            return read_chat(chat | {"messages": messages} | _tools(value), options, strict, system, names)
 
     async def count(self, request: Request) -> Response:
         value, owner = await body_of(request), self._answers.owner(request)

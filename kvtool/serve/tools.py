@@ -34,21 +34,22 @@ def read_tools(value: Mapping[str, Any]) -> tuple[Tools, str]:
     _bounded(tools, "tools")
     choice, names = value.get("tool_choice"), [tool["function"]["name"] for tool in tools]
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        allowed = taken(choice, "allowed_tools", dict, choice)  # Responses has its members at the top
-        named = taken(allowed, "tools", list) or [{}]
+        allowed = taken(choice, "allowed_tools", dict, choice, where="tool_choice.")  # Responses has its members at top
+        where = "tool_choice." if allowed is choice else "tool_choice.allowed_tools."
+        named = taken(allowed, "tools", list, where=where) or [{}]
         chosen = [_chosen(each if isinstance(each, dict) else {}, names) for each in named]
         tools = [tool for tool in tools if [tool["function"]["name"]] in chosen]
-        choice = taken(allowed, "mode", str, "auto")
+        choice = taken(allowed, "mode", str, "auto", where=where)
     must = _chosen(choice, [tool["function"]["name"] for tool in tools])
     schema = _schema(value.get("response_format"))
     if choice == "none":
         tools = []
-    forms = [tool["function"] for tool in tools if must is None or tool["function"]["name"] in must]
     if must is None and schema is None:
         return tools, ""
     what = "response_format" if must is None else "tool_choice"
     if not is_installed():
         raise Refusal(400, "unsupported", f"{what} needs llguidance, which the server lacks", INSTALL, what)
+    forms = [tool["function"] for tool in tools if must is None or tool["function"]["name"] in must]
     forms = [{**form, "parameters": closed({**form["parameters"], "type": "object"})} for form in forms]
     grammar = _grammar(forms, closed(schema) if must is None else None)
     try:
@@ -61,17 +62,17 @@ def read_tools(value: Mapping[str, Any]) -> tuple[Tools, str]:
 def _tool(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
         raise Refusal(400, "unsupported", f"{where} is no function", "tools of the type function only", where)
-    own = tool["function"]
-    check_names(own, ("name", "description", "parameters", "strict"))
-    name = taken(own, "name", str, "")
+    own, path = tool["function"], f"{where}.function."
+    check_names(own, ("name", "description", "parameters", "strict"), where=path)
+    name = taken(own, "name", str, "", where=path)
     if not _NAME.fullmatch(name):
         raise Refusal(400, "wrong_name", f"{where} has the name {name!r}", "letters, digits, _, . and -", where)
-    parameters = taken(own, "parameters", dict) or _EMPTY
-    kinds = parameters.get("type", "object")
+    about, parameters = taken(own, "description", str, "", _LONGEST, path), taken(own, "parameters", dict, where=path)
+    kinds = (parameters or _EMPTY).get("type", "object")
     if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
-        text = f"the parameters of the tool {name!r} are not an object"
-        raise Refusal(400, "unsupported", text, "a schema of the type object", where)
-    described = {"name": name, "description": taken(own, "description", str, "", _LONGEST), "parameters": parameters}
+        path = f"{path}parameters"
+        raise Refusal(400, "unsupported", f"{path} is not of an object", "a schema of the type object", path)
+    described = {"name": name, "description": about, "parameters": parameters or _EMPTY}
     return {"type": "function", "function": described}
 
 
@@ -153,13 +154,15 @@ def _grammar(functions: Sequence[Mapping[str, Any]], schema: dict[str, Any] | No
 def call_message(message: Mapping[str, Any], where: str) -> str | None:
     """Return the text of a message that calls tools, or has the result of one; None for any other."""
     if message.get("role") == "tool":
-        return f"{RESULT}\n{within(text_of(message.get('content'), where), where, LONGEST_TEXT)}\n{RESULT_END}"
+        text = text_of(message.get("content"), f"{where}.content")
+        return f"{RESULT}\n{within(text, where, LONGEST_TEXT)}\n{RESULT_END}"
     if not (calls := message.get("tool_calls")):
         return None
-    said = text_of(message.get("content") or "", where)
+    said = text_of(message.get("content") or "", f"{where}.content")
     written = [_written(call) for call in calls] if isinstance(calls, list) else [None]
     if message.get("role") != "assistant" or None in written:
-        raise Refusal(400, "wrong_type", f"{where}.tool_calls are no calls of functions", param=f"{where}.tool_calls")
+        path = f"{where}.tool_calls"
+        raise Refusal(400, "wrong_type", f"{path} has an invalid call", "a function's name and arguments", path)
     return within("\n".join(filter(None, [said, *written])), where, LONGEST_TEXT)
 
 
@@ -175,7 +178,7 @@ def text_of(content: Any, where: str) -> str:
             kind = str(part.get("type")) if isinstance(part, dict) else ""
             what = next((each for word, each in _KINDS_OF.items() if word in kind), "")
             said = f"{where}: {what} are not supported" if what else f"{where} holds something else than text"
-            raise Refusal(400, "unsupported", said, "send text only", f"{where}.content")
+            raise Refusal(400, "unsupported", said, "send text only", where)
         words.append(text)
     return "\n".join(words)
 
@@ -199,6 +202,8 @@ def with_calls(answer: Answer, tools: Tools, parallel: bool = True, forced: bool
     Known are `<tool_call>` with JSON (Hermes, Qwen), `[TOOL_CALLS]` (Mistral), and JSON alone (Llama), also fenced.
     """
     said, mark, rest = answer.text.partition(CALL)
+    if forced and answer.finish == "length" and CALL.startswith(answer.text.strip()):
+        return replace(answer, text="")
     if mark and answer.finish == "length" and not rest.rstrip().endswith(CALL_END):
         return _cut_off(answer, tools, parallel, forced)
     fenced = _FENCED.fullmatch(answer.text.strip())
@@ -240,14 +245,12 @@ def _cut_off(answer: Answer, tools: Tools, parallel: bool, forced: bool) -> Answ
 
 
 def _call(own: Mapping[str, Any], is_sent: bool = False) -> Call | None:
-    """Return a call, whose arguments are an object, or its JSON, which may be cut off if it `is_sent`; else None."""
+    """Return a call, whose arguments are an object, or its JSON, which may be invalid if it `is_sent`; else None."""
     given = own.get("arguments", own.get("parameters"))
     try:
         arguments = _parsed(given) if isinstance(given, str) else given
-    except json.JSONDecodeError:
-        arguments = {} if is_sent else None
     except ValueError:
-        return None
+        arguments = {} if is_sent else None
     name = own.get("name")
     return Call(name, arguments) if isinstance(name, str) and isinstance(arguments, dict) else None
 

@@ -7,14 +7,16 @@ import json
 import math
 import re
 import reprlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse
+from starlette.types import Scope
 
 from kvtool.core.common.urls import scrubbed
 from kvtool.core.errors import (
@@ -47,6 +49,9 @@ _SHORT_BODY = 1 << 16  # bytes whose parsing takes no time
 # Threads for short work, which then does not wait for embeddings and ingests in the loop's own threads.
 _BRIEF = ThreadPoolExecutor(4, "kvtool-brief")
 T = TypeVar("T")
+Json = Mapping[str, Any]
+Kind = type | tuple[type, ...]
+_NONE: Json = MappingProxyType({})
 # Status and code of an error, by the first class that matches.
 _MEANINGS: tuple[tuple[type[KvtoolError], int, str], ...] = (
     (BusyError, 429, "busy"),
@@ -110,13 +115,14 @@ def error_body(refusal: Refusal, path: str) -> dict[str, Any]:
     return {"error": said["message"] if path.startswith("/api/") else said}
 
 
-def refused(refusal: Refusal, path: str) -> JSONResponse:
+def refused(refusal: Refusal, scope: Scope) -> JSONResponse:
+    path = ANTHROPIC_PATH if VERSION in Headers(scope=scope) else scope["path"]
     headers = {"WWW-Authenticate": "Bearer"} if refusal.status == 401 else None
     return JSONResponse(error_body(refusal, path), refusal.status, headers)
 
 
-def failed(error: KvtoolError, path: str) -> JSONResponse:
-    response = refused(Refusal.of(error), path)
+def failed(error: KvtoolError, scope: Scope) -> JSONResponse:
+    response = refused(Refusal.of(error), scope)
     retry = {BusyError: getattr(error, "retry_after", 1), StoreLockedError: 5, EndedError: 5}.get(type(error))
     if retry is not None:
         response.headers["Retry-After"] = str(retry)
@@ -129,26 +135,24 @@ def renamed(**names: str) -> Iterator[None]:
     try:
         yield
     except Refusal as refusal:
-        param = refusal.param or ""
-        if own := names.get(name := param.partition(".")[0]):
-            refusal.message, refusal.param = (text.replace(name, own, 1) for text in (refusal.message, param))
+        if (param := refusal.param) and not param.startswith("kvtool."):
+            refusal.param = ".".join(filter(None, (names.get(part, part) for part in param.split("."))))
+            refusal.message = refusal.message.replace(param, refusal.param, 1)
         raise
 
 
-def check_names(
-    value: Mapping[str, Any], known: Collection[str], neutral: Mapping[str, Sequence[Any]] = MappingProxyType({})
-) -> None:
+def check_names(value: Json, known: Collection[str], neutral: Json = _NONE, where: str = "") -> None:
     """Refuse other parameters than these, and those of `neutral` at other values: they would change the answer."""
     for name, given in value.items():
         if given is None or name in known:
             continue
+        path = f"{where}{name}"
         if name not in neutral:
-            raise Refusal(400, "unknown_parameter", f"unknown parameter: {name!r}", param=name)
-        if not any(
-            isinstance(given, bool) is isinstance(one, bool) and given == one for one in neutral[name]
-        ):  # of `logprobs` 0 is a number
+            raise Refusal(400, "unknown_parameter", f"unknown parameter: {path!r}", param=path)
+        # of `logprobs` 0 is a number
+        if not any(isinstance(given, bool) is isinstance(one, bool) and given == one for one in neutral[name]):
             hint = f"leave it out, or give {neutral[name][0]!r}"
-            raise Refusal(400, "unsupported", f"{name} cannot be set to {reprlib.repr(given)}", hint, name)
+            raise Refusal(400, "unsupported", f"{path} cannot be set to {reprlib.repr(given)}", hint, path)
 
 
 async def body_of(request: Request) -> dict[str, Any]:
@@ -219,11 +223,9 @@ def check_shape(text: str) -> None:
             raise ValueError("it is nested too deep")
 
 
-def taken(
-    value: Mapping[str, Any], name: str, kind: type | tuple[type, ...], default: Any = None, longest: int = LONGEST_NAME
-) -> Any:
-    """Return a field; its default if it is missing or null."""
-    found = value.get(name)
+def taken(value: Json, name: str, kind: Kind, default: Any = None, longest: int = LONGEST_NAME, where: str = "") -> Any:
+    """Return a field; its default if it is missing or null. `where`: the path to it, which an error names."""
+    found, name = value.get(name), f"{where}{name}"
     if found is None:
         return default
     if not isinstance(found, kind) or (isinstance(found, bool) and kind is not bool):
@@ -240,14 +242,13 @@ def within(found: T, name: str, longest: int = LONGEST_NAME) -> T:
 
 
 def bounded(value: Any, name: str) -> Any:
-    if isinstance(value, list) and len(value) > MOST_NAMES:
-        raise Refusal(400, "too_many", f"{name} has {len(value):,} values", f"at most {MOST_NAMES:,}", name)
     if not isinstance(value, list):
         return within(value, name)
-    texts_of_it = [within(each, name) for each in value]
-    if (length := sum(len(each) for each in texts_of_it if isinstance(each, str))) > _MAX_LIST:
+    if len(value) > MOST_NAMES:
+        raise Refusal(400, "too_many", f"{name} has {len(value):,} values", f"at most {MOST_NAMES:,}", name)
+    if (length := sum(len(within(each, name)) for each in value if isinstance(each, str))) > _MAX_LIST:
         raise Refusal(400, "too_long", f"{name} has {length:,} characters", f"at most {_MAX_LIST:,}", name)
-    return texts_of_it
+    return value
 
 
 _KINDS: dict[type, str] = {
@@ -260,9 +261,11 @@ _KINDS: dict[type, str] = {
 }
 
 
-def texts(value: Mapping[str, Any], name: str, longest: int = LONGEST_NAME, most: int = MOST_NAMES) -> tuple[str, ...]:
+def texts(
+    value: Json, name: str, longest: int = LONGEST_NAME, most: int = MOST_NAMES, where: str = ""
+) -> tuple[str, ...]:
     """Return a field that is a text or a list of texts."""
-    found = taken(value, name, (str, list), (), longest)
+    found, name = taken(value, name, (str, list), (), longest, where), f"{where}{name}"
     found = [found] if isinstance(found, str) else found
     if len(found) > most:
         raise Refusal(400, "too_many", f"{name} has {len(found):,} texts", f"at most {most:,}", name)

@@ -273,6 +273,34 @@ def test_an_answer_ends_when_its_request_is_cancelled(store: Path, monkeypatch: 
     assert pieces
 
 
+def test_waiting_answers_block_nothing_and_can_be_cancelled(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, begun, go = list[str](), threading.Event(), threading.Event()
+
+    def answer(self: Tools, question: str, stream: Callable[[str], None] | None = None) -> Found:
+        asked.append(question)
+        begun.set()
+        assert go.wait(30)
+        return Found([])
+
+    async def say(client: Client) -> None:
+        anyio.to_thread.current_default_thread_limiter().total_tokens = 1  # by which the library reads and writes
+        with anyio.fail_after(60):
+            async with anyio.create_task_group() as group:
+                group.start_soon(client.call_tool, "answer", {"question": "first"})
+                assert await anyio.to_thread.run_sync(begun.wait, 30)
+                async with anyio.create_task_group() as leaving:
+                    leaving.start_soon(client.call_tool, "answer", {"question": "left"})
+                    assert (await call(client, "search", question=QUESTION))["chunks"]
+                    leaving.cancel_scope.cancel()
+                group.start_soon(client.call_tool, "answer", {"question": "last"})
+                assert (await client.list_resources()).resources
+                go.set()
+        assert asked == ["first", "last"]
+
+    monkeypatch.setattr(Tools, "answer", answer)
+    talk(store, say)
+
+
 def test_only_what_lies_below_a_root_is_ingested(store: Path, tmp_path: Path) -> None:
     root = tmp_path / "notes"
     root.mkdir()

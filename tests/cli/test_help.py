@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
 from kvtool.cli import reference
 from kvtool.cli.app import main
-from kvtool.cli.help import TOPICS, page
+from kvtool.cli.help import _PAGE_LINK, TOPICS, page
 from kvtool.cli.out import SCHEMA, Out
 from tests.cli.working import kvtool
 
@@ -22,9 +23,11 @@ def test_without_a_topic_all_pages_are_listed_with_a_line_each(capsys: Capture) 
 
 
 @pytest.mark.parametrize("name", TOPICS)
-def test_a_page_is_printed_as_it_stands_into_a_pipe(name: str, capsys: Capture) -> None:
+def test_a_page_names_other_pages_by_their_commands_in_a_pipe(name: str, capsys: Capture) -> None:
     assert main(["help", name]) == 0
-    assert capsys.readouterr().out == page(name).rstrip("\n") + "\n"
+    out = capsys.readouterr().out
+    assert out == _PAGE_LINK.sub(r"\1 (`kvtool help \2`)", page(name)).rstrip("\n") + "\n"
+    assert not re.search(r"\]\([^)]*\.md", out)
 
 
 def test_a_page_as_json(capsys: Capture) -> None:
@@ -64,10 +67,10 @@ def test_examples_fit_a_terminal() -> None:
 def test_a_terminal_gets_the_page_drawn(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     out = Out()
     monkeypatch.setattr(out._stdout, "isatty", lambda: True)
-    out.markdown("# Title\n\nSee [cron](cron.md).", for_terminal="# Title\n\nSee **cron**.")
+    out.markdown("# Title\n\nSee **cron**.")
     drawn = capsys.readouterr().out
     assert "\x1b[" in drawn
-    assert not {"#", "cron.md"} & set(drawn.split())
+    assert "#" not in drawn.split()
 
 
 def test_the_reference_is_that_of_the_commands() -> None:

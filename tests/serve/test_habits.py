@@ -34,6 +34,11 @@ BODIES: dict[str, dict[str, Any]] = {
     "/api/chat": {"messages": ASKED, "stream": False},
     "/api/generate": {"prompt": QUESTION, "stream": False},
 }
+CALLED = [
+    *ASKED,
+    {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]},
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1"}, {"type": "text", "text": "Well?"}]},
+]
 HAVE_TOOLS = (CHAT, MESSAGES, RESPONSES)
 
 
@@ -57,9 +62,8 @@ def test_neutral_and_ignored_parameters_change_no_answer(path: str, served: Serv
     neutral = {name: values[0] for name, values in NEUTRAL.items() if name not in BODIES[path]}
     ignored = dict.fromkeys(["keep_alive", "num_ctx", "session_id", "timeout", "provider", "service_tier"], 7)
     chosen = {"tools": [], "tool_choice": {"type": "auto"} if path == MESSAGES else "auto"}
-    chosen |= (
-        {"response_format": {"type": "text"}, "logit_bias": {}, "seed": None, "stop": None} if path == CHAT else {}
-    )
+    more = {"response_format": {"type": "text"}, "logit_bias": {}, "seed": None, "stop": None}
+    chosen |= more if path == CHAT else {}
     assert ignored.keys() <= set(IGNORED)
     with served.client as client:
         plain = client.post(path, json=BODIES[path])
@@ -87,7 +91,7 @@ def test_sampling_parameters_are_options_of_the_question() -> None:
     endless = read_chat({"messages": ASKED, "ignore_eos": True, "top_k": -1, "n_predict": -1}, QueryOptions())
     assert endless.ask.options.min_tokens > 10**9
     assert not endless.ask.options.stop_repeats
-    assert (endless.ask.options.sampled_tokens, endless.ask.options.max_tokens) == (0, QueryOptions().max_tokens)
+    assert (endless.ask.options.sampled_tokens, endless.ask.options.max_tokens) == (0, 2**31 - 1)
     lengths = {"max_tokens": 3, "n_predict": -1, "max_completion_tokens": -1}
     assert read_chat({"messages": ASKED, **lengths}, QueryOptions()).ask.options.max_tokens == 3
 
@@ -105,22 +109,28 @@ def test_sampling_parameters_are_options_of_the_question() -> None:
         *((CHAT, {name: value}, name) for name in USER for value in (5, True, ["a"], {"a": "b"})),
         (CHAT, {"repeat_penalty": 0}, "repeat_penalty"),
         (CHAT, {"kvtool": {"ratio": 2}}, "kvtool.ratio"),
-        (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens"),
-        (RESPONSES, {"max_output_tokens": "5"}, "max_output_tokens"),
         *((RESPONSES, {"text": {"format": {"type": kind}}}, "text.format") for kind in ("json_schema", "grammar")),
         (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools.0"),
         (RESPONSES, {"input": []}, "input"),
         (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content"),
-        (RESPONSES, {"text": {"verbosity": 5}}, "verbosity"),
+        *((RESPONSES, {"max_output_tokens": wrong}, "max_output_tokens") for wrong in (0, "5")),
+        *((RESPONSES, {name: 5.5}, name) for name in ("metadata", "reasoning", "max_tool_calls", "prompt_cache_key")),
+        (CHAT, {"stream_options": {"include_usage": 5}}, "stream_options.include_usage"),
+        (CHAT, {"kvtool": {"chunks": 5}}, "kvtool.chunks"),
+        (CHAT, {"tools": [{"type": "function", "function": {"x": 5}}]}, "tools.0.function.x"),
+        (RESPONSES, {"tools": [{"type": "function", "name": "f", "parameters": 5}]}, "tools.0.parameters"),
+        (RESPONSES, {"text": {"verbosity": 5}}, "text.verbosity"),
+        (RESPONSES, {"input": [{"type": "reasoning"}, {"role": "user", "content": 5}]}, "input.1.content"),
+        (RESPONSES, {"input": [{"type": "function_call", "name": 5}]}, "input.0"),
+        (RESPONSES, {"input": [{"type": "function_call_output", "output": 5}]}, "input.0.output"),
+        (RESPONSES, {"previous_response_id": "resp_none"}, "previous_response_id"),
         (RESPONSES, {"input": [{"role": "user", "content": 5}]}, "input.0.content"),
-        (RESPONSES, {"input": [{"role": "user", "content": "x", "id": 5}]}, "id"),
-        (RESPONSES, {"metadata": "abc"}, "metadata"),
-        (RESPONSES, {"metadata": {"a": 5}}, "a"),
-        (RESPONSES, {"reasoning": "x"}, "reasoning"),
-        (RESPONSES, {"max_tool_calls": "x"}, "max_tool_calls"),
-        (RESPONSES, {"prompt_cache_key": {}}, "prompt_cache_key"),
+        (RESPONSES, {"input": [{"role": "user", "content": "x", "id": 5}]}, "input.0.id"),
+        (RESPONSES, {"metadata": {"store": 5}}, "metadata.store"),
         (MESSAGES, {"output_config": {"format": {}}}, "output_config.format"),
-        (MESSAGES, {"tools": [{"name": "f", "input_schema": 5}]}, "input_schema"),
+        (MESSAGES, {"tools": [{"name": "f", "input_schema": 5}]}, "tools.0.input_schema"),
+        (MESSAGES, {"max_tokens": -1}, "max_tokens"),
+        (MESSAGES, {"messages": [*CALLED, {"role": "user", "content": 5}]}, "messages.3.content"),
         (MESSAGES, {"stop_sequences": ["x"] * 17}, "stop_sequences"),
         (MESSAGES, {"system": 5}, "system"),
         (MESSAGES, {"system": "x", "messages": [{"role": "user", "content": 5}]}, "messages.0"),
@@ -129,7 +139,6 @@ def test_sampling_parameters_are_options_of_the_question() -> None:
         (MESSAGES, {"messages": [{"role": "system", "content": "x"}, *ASKED]}, "role"),
         (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "images"),
         (MESSAGES, {"max_tokens": None}, "max_tokens"),
-        ("/api/chat", {"options": {"num_predict": 0}}, "num_predict"),
         ("/api/chat", {"options": {"mirostat": 2}}, "mirostat"),
         *(("/api/chat", {"format": form}, "format") for form in ({"type": "unheard"}, "xml")),
         ("/api/chat", {"tools": [{"type": "function"}]}, "tools"),
@@ -137,6 +146,8 @@ def test_sampling_parameters_are_options_of_the_question() -> None:
         *(("/api/chat", {"messages": []} | wrong, "") for wrong in ({"options": "x"}, {"stream": "x"}, {"tools": "x"})),
         *(("/api/chat", {"messages": wrong}, "messages") for wrong in ({}, 0, False, "")),
         ("/api/generate", {"prompt": 0}, "prompt"),
+        ("/api/chat", {"options": {"num_predict": 0}}, "options.num_predict"),
+        *(("/api/chat", {"keep_alive": wrong}, "keep_alive") for wrong in ([], {}, "abc", "5x")),
     ],
 )
 def test_an_error_names_what_the_client_sent(path: str, more: dict[str, Any], name: str, served: Served) -> None:
@@ -144,9 +155,9 @@ def test_an_error_names_what_the_client_sent(path: str, more: dict[str, Any], na
         refused = client.post(path, json=BODIES[path] | more)
     error = refused.json()["error"]
     message = error if path.startswith("/api/") else error["message"]
-    assert refused.status_code == 400
-    assert name.removesuffix(".content") in message
-    assert "response_format" not in message
+    assert refused.status_code == (404 if name == "previous_response_id" else 400)
+    assert name.removesuffix(".content") in message or name == "previous_response_id"
+    assert not {"response_format", "tool_calls"} & {*message.split()}
     assert "--" not in message
     if path in (CHAT, RESPONSES):
         assert error["param"] == name
@@ -246,6 +257,8 @@ def test_assistant_messages_at_the_end_begin_the_answer_together() -> None:
     assert read_chat({"messages": [*ASKED, *begun]}, QueryOptions()).ask.request.prefill == "It was\n\nBaker"
     with pytest.raises(Refusal, match="no message of the user"):
         read_chat({"messages": begun}, QueryOptions())
+    later = read_chat({"messages": [*ASKED, *begun, {"role": "system", "content": "Be brief."}]}, QueryOptions()).ask
+    assert (later.request.prefill, later.options.system) == ("It was\n\nBaker", "Be brief.")
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "{}"}}]}
     with pytest.raises(Refusal, match="a call that has no result"):
         read_chat({"messages": [*ASKED, call, *begun]}, QueryOptions())
@@ -257,7 +270,7 @@ def test_a_content_of_parts_has_only_text() -> None:
 
     assert read({"type": "text", "text": QUESTION}) == QUESTION
     for kind, name in (("image_url", "images"), ("input_audio", "audio"), ("file", "files")):
-        with pytest.raises(Refusal, match=f"messages.0: {name} are not supported"):
+        with pytest.raises(Refusal, match=f"messages.0.content: {name} are not supported"):
             read({"type": kind})
 
 
@@ -267,10 +280,8 @@ def test_thinking_of_other_models_is_dropped(served: Served) -> None:
     bare = {"role": "assistant", "content": [{"type": "text", "text": "Yes."}]}
     habits = {"max_tokens": None, "thinking": {"type": "adaptive", "display": "omitted"}}
     with served.client as client:
-        counts = [
-            client.post(f"{MESSAGES}/count_tokens", json=habits | {"messages": [*ASKED, one, *ASKED]}).json()
-            for one in (said, bare)
-        ]
+        bodies = [habits | {"messages": [*ASKED, one, *ASKED]} for one in (said, bare)]
+        counts = [client.post(f"{MESSAGES}/count_tokens", json=body).json() for body in bodies]
         assert counts[0] == counts[1]
         assert counts[0]["input_tokens"]
         reasoning = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"}
@@ -318,11 +329,12 @@ def test_a_call_that_is_cut_off_has_the_arguments_so_far(text: str, calls: list[
 
 def test_a_stream_shows_no_markup_of_a_call_that_is_cut_off(ready: Path, says: Callable[[str], None]) -> None:
     tools = [{"type": "function", "function": {"name": "weather"}}]
-    for text, said in (('It is.\n<tool_call>\n{"na', "It is."), ('<tool_call>\n{"name": "we', "")):
+    for text, said in (('It is.\n<tool_call>\n{"na', "It is."), ('<tool_call>\n{"name": "we', ""), ("<tool", "")):
         says(text + "x" * 400)
         with serving(ready) as served, served.client as client:
             length = len(encode(served.engine.scheduler._model.session().tokenizer, text))
             body = {"messages": ASKED, "tools": tools, "max_tokens": length}
+            body |= {"tool_choice": "auto" if "_call" in text else "required"}
             whole = client.post(CHAT, json=body).json()["choices"][0]
             events = events_of(client.post(CHAT, json=body | {"stream": True}).text)
         shown = "".join(event["choices"][0]["delta"].get("content") or "" for event in events)
@@ -456,7 +468,8 @@ def test_a_remembered_response_can_be_read(served: Served) -> None:
         assert len({*ids}) == 2
         assert client.post(f"{place}/cancel").json()["error"]["code"] == "not_background"
         for missing in ("", "/input_items"):
-            assert client.get(f"{RESPONSES}/resp_none{missing}").status_code == 404
+            unknown = client.get(f"{RESPONSES}/resp_none{missing}")
+            assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, None)
         assert client.get(place, headers={"Authorization": f"Bearer {KEY}x"}).status_code == 401
 
 

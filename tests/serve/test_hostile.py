@@ -6,9 +6,12 @@ import asyncio
 import json
 import os
 import socket
+import threading
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx2
 import pytest
@@ -20,6 +23,8 @@ from kvtool.cli.serve import warning_to
 from kvtool.core.agent.options import key_of, read_keys
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.query.options import QueryOptions
+from kvtool.serve.answers import Answers
+from kvtool.serve.engine import Engine
 from kvtool.serve.metrics import LoggingMiddleware, RequestStats, stats_of
 from kvtool.serve.options import ServeOptions
 from tests.cli.working import QUESTION
@@ -69,6 +74,8 @@ def test_the_key_is_asked_for_everywhere_but_of_health(served: Served, key: str)
         ):
             assert answer.status_code == 401
             assert answer.json()["error"]["code"] == "invalid_api_key"
+        answer = stranger.get("/v1/models", headers={"anthropic-version": "2023-06-01"})
+        assert (answer.status_code, answer.json()["error"]["type"]) == (401, "authentication_error")
 
 
 def test_a_page_of_an_origin_that_is_let_in(ready: Path) -> None:
@@ -100,14 +107,9 @@ def test_without_a_key_no_page_asks_unseen(ready: Path) -> None:
 
 
 def test_no_server_that_anybody_could_use() -> None:
-    for wrong in (
-        {"key": False, "host": "0.0.0.0"},
-        {"key": False, "host": "example.org"},
-        {"key": False, "cors_origin": ("*",)},
-        {"tls_cert": Path("a.pem")},
-    ):
+    for wrong in ({"host": "0.0.0.0"}, {"host": "example.org"}, {"cors_origin": ("*",)}, {"tls_cert": Path("a.pem")}):
         with pytest.raises(UsageError):
-            ServeOptions(**wrong)  # type: ignore[arg-type]
+            ServeOptions(key="tls_cert" in wrong, **wrong)  # type: ignore[arg-type]
     assert ServeOptions(key=False, host="::1").is_local
 
 
@@ -147,28 +149,22 @@ def test_a_line_of_a_key_file_is_a_key_a_comment_or_an_error(tmp_path: Path) -> 
         assert "horse" not in str(caught.value)
 
 
+ASKED = b'{"messages": [{"role": "user", "content": "x"}], '
+MALFORMED: tuple[bytes, ...] = (
+    *(b"", b"{", b"[]", b"\xff\xfe{}", b'{"a":' * 5000, b"[" * 100_000, b'{"messages": NaN}', b'{"messages": [1]}'),
+    *(b'{"messages": "all of them"}', b'{"messages": [{"role": "tool", "content": "x"}]}'),
+    b'{"messages": [{"role": "user", "content": {"a": 1}}]}',
+    *(ASKED + rest for rest in (b'"stream": "yes"}', b'"kvtool": []}', b'"kvtool": {"embedder": "/x"}}')),
+    *(ASKED + rest for rest in (b'"temperature": 2.5}', b'"\\ud800": 1}')),
+)
+FORM = "application/x-www-form-urlencoded"
+
+
 @pytest.mark.parametrize(
     ("kind", "data", "status"),
     [
-        ("application/json", b"", 400),
-        ("application/json", b"{", 400),
-        ("application/json", b"[]", 400),
-        ("application/json", b'{"messages": NaN}', 400),
-        ("application/json", b"\xff\xfe{}", 400),
-        ("application/json", b'{"a":' * 5000, 400),
-        ("application/json", b"[" * 100_000, 400),
-        ("application/json", b'{"messages": "all of them"}', 400),
-        ("application/json", b'{"messages": [1]}', 400),
-        ("application/json", b'{"messages": [{"role": "user", "content": {"a": 1}}]}', 400),
-        ("application/json", b'{"messages": [{"role": "tool", "content": "x"}]}', 400),
-        ("application/json", b'{"messages": [{"role": "user", "content": "x"}], "stream": "yes"}', 400),
-        ("application/json", b'{"messages": [{"role": "user", "content": "x"}], "kvtool": []}', 400),
-        ("application/json", b'{"messages": [{"role": "user", "content": "x"}], "kvtool": {"embedder": "/x"}}', 400),
-        ("application/json", b'{"messages": [{"role": "user", "content": "x"}], "temperature": 2.5}', 400),
-        ("application/json", b'{"messages": [{"role": "user", "content": "x"}], "\\ud800": 1}', 400),
-        ("text/plain", b"{}", 415),
-        ("application/x-www-form-urlencoded", b"a=b", 400),
-        ("", b"a=b", 400),
+        *(("application/json", data, 400) for data in MALFORMED),
+        *(("text/plain", b"{}", 415), (FORM, b"a=b", 400), ("", b"a=b", 400)),
     ],
 )
 def test_a_malformed_body_is_told_what_is_wrong(served: Served, kind: str, data: bytes, status: int) -> None:
@@ -182,6 +178,8 @@ def test_other_addresses_and_methods(served: Served) -> None:
     with served.client as client:
         assert client.get("/v1/nowhere").json()["error"]["message"] == "there is no such address"
         assert client.get(CHAT).status_code == 405
+        for path, methods in (("/v1/documents", "DELETE, GET, HEAD, POST"), ("/v1/responses/x", "DELETE, GET, HEAD")):
+            assert client.put(path).headers["allow"] == methods
         assert client.post("/v1/embeddings", json={"input": "x"}).status_code == 404
 
 
@@ -191,10 +189,7 @@ def test_other_addresses_and_methods(served: Served) -> None:
     ids=["tls", "half a line", "one long line", "no length"],
 )
 def test_no_http_at_all(served: Served, rubbish: bytes) -> None:
-    with (
-        served.connect() as made,
-        suppress(OSError),
-    ):  # whether it hears all of it before it hangs up is a matter of luck
+    with served.connect() as made, suppress(OSError):  # whether it hears all before it hangs up is a matter of luck
         made.sendall(rubbish)
         made.shutdown(socket.SHUT_WR)
         while made.recv(4096):
@@ -241,6 +236,23 @@ def test_a_warning_that_nobody_hears(tmp_path: Path) -> None:
     os.close(reader)
     with open(writer, "w") as broken:
         warning_to(Out("jsonl", stdout=broken))("a warning", "a hint")
+
+
+def test_plain_questions_wait_for_no_schema_that_is_compiled() -> None:
+    compiled, engine = threading.Event(), cast(Engine, SimpleNamespace(model_name=""))
+
+    def read(value: Mapping[str, Any], options: QueryOptions, strict: bool) -> Any:
+        assert not value or compiled.wait(PATIENCE)
+        return SimpleNamespace(model="")
+
+    async def main() -> None:
+        answers = Answers(engine, QueryOptions(), ServeOptions())
+        schemas = [asyncio.ensure_future(answers.parsed({"format": "json"}, read)) for _ in range(64)]
+        await asyncio.wait_for(answers.parsed({}, read), PATIENCE / 2)
+        compiled.set()
+        await asyncio.gather(*schemas)
+
+    asyncio.run(main())
 
 
 def test_an_answer_that_nobody_waits_for_is_given_up(ready: Path) -> None:

@@ -77,10 +77,7 @@ def test_a_client_that_reads_by_the_byte_delays_nobody(ready: Path) -> None:
 
 
 def test_who_does_not_read_is_given_up(ready: Path) -> None:
-    with (
-        serving(ready, asking=LONG, kept=SMALL, client_timeout=SHORTLY) as served,
-        slow(served) as reader,
-    ):
+    with serving(ready, asking=LONG, kept=SMALL, client_timeout=SHORTLY) as served, slow(served) as reader:
         (row,) = served.logged(1)
         assert row["status"] in (200, 499)  # its answer may have been written by then
         wait_until(lambda: served.engine.scheduler.running == 0)

@@ -47,6 +47,7 @@ LOOK = {"name": "look_up", "description": 'The "mill" of a number.', "parameters
 OTHER = {"name": "other", "description": "Anything else.", "parameters": {"type": "object", "properties": {}}}
 TOOLS: list[Any] = [{"type": "function", "function": LOOK}, {"type": "function", "function": OTHER}]
 NAMED: Any = {"type": "function", "function": {"name": "look_up"}}
+TEXT = {"type": "string"}
 ASKED: Any = {"role": "user", "content": QUESTION}
 
 
@@ -107,9 +108,8 @@ def test_a_call_of_responses_and_its_result(chat: Any) -> None:
     assert is_of_schema(json.loads(call.arguments))
     *_, last = events = list(chat.responses.create(input=QUESTION, stream=True, **asked))
     assert json.loads(last.response.output[0].arguments) == json.loads(call.arguments)
-    assert [event.delta for event in events if event.type == "response.function_call_arguments.delta"] == [
-        call.arguments
-    ]
+    (delta,) = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    assert delta == call.arguments
     asked |= {"tool_choice": "none", "max_output_tokens": 4}
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "Baker B. built it."}
     later = chat.responses.create(input=[result], previous_response_id=done.id, **asked)
@@ -141,7 +141,7 @@ def test_schemas_and_results_of_ollama(served: Served) -> None:
         assert is_of_schema(json.loads(client.generate("tiny", QUESTION, format=SCHEMA).response))
         assert client.chat("tiny", [ASKED], format="json", options={"num_predict": 6}).message.content.startswith("{")
         called = {"role": "assistant", "tool_calls": [{"function": {"name": "look_up", "arguments": {"mill": 3}}}]}
-        result = {"role": "tool", "tool_name": "look_up", "content": "Baker B."}
+        result = {"role": "tool", "tool_call_id": "1", "tool_name": "look_up", "content": "Baker B."}
         later = client.chat("tiny", [ASKED, called, result], tools=TOOLS, options={"num_predict": 4})
         assert later.eval_count == 4 or later.done_reason == "stop"
 
@@ -176,8 +176,12 @@ HARD: list[dict[str, Any]] = [  # what llguidance takes minutes for, or more sta
     {"$ref": "#/$defs/a", "$defs": {"a": {"$id": "http://a/", "allOf": [{"$ref": "#"}, {"type": "object"}]}}},
     {"allOf": [{"enum": [f"{n}" for n in range(3000)]}, {"enum": [f"{n}" for n in range(2999, -1, -1)]}]},
     {"allOf": [{"anyOf": [{"properties": {f"{n}{m}": {}}} for m in range(7)]} for n in range(4)]},
+    {"allOf": [{"type": "string", "pattern": f"a.{{{n}}}b"} for n in range(11)]},
     {"$ref": "file:///etc/passwd"},
     {"$ref": "#/$defs/unheard"},
+    {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}},
+    {"type": "array", "minItems": 1, "items": {"$ref": "#"}},
+    {"type": "object", "properties": {"n": TEXT, "a": {"$ref": "#/properties/a"}}, "required": ["n", "a"]},
 ]
 USUAL: list[dict[str, Any]] = [
     linked(30, {"$ref": "NEXT"}, {"type": "array", "items": {"$ref": "NEXT"}}),
@@ -205,29 +209,17 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "unheard"}}}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0"),
-    ({"tools": [{"type": "function", "function": {**LOOK, "parameters": {"type": "string"}}}]}, "tools.0"),
+    ({"tools": [{"type": "function", "function": LOOK | {"parameters": TEXT}}]}, "tools.0.function.parameters"),
     ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "tools": ["required"]}}, "tool_choice"),
-    ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": NAMED, "tools": [NAMED]}}, "mode"),
+    ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": NAMED, "tools": [NAMED]}}, "tool_choice.mode"),
     ({"tools": TOOLS[:1] * 129}, "tools"),
     ({"tools": [{"type": "function", "function": {**LOOK, "parameters": {"title": "x" * 70_000}}}]}, "tools"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),
-    (
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "unheard"}}}},
-        "response_format",
-    ),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "unheard"}}}}, "response_format"),
     ({"response_format": {"type": "json_object"}, "kvtool": {"cite": True}}, "kvtool.cite"),
     ({"messages": [ASKED, {"role": "assistant", "tool_calls": [{"function": {}}]}, ASKED]}, "messages.1.tool_calls"),
     ({"messages": [ASKED, {"role": "tool", "content": [{"type": "image_url"}]}]}, "messages.1.content"),
     ({"messages": [ASKED, {"role": "tool", "content": [{"type": "text", "text": {"a": 1}}]}]}, "messages.1.content"),
-    (
-        {
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"schema": {"allOf": [{"type": "string", "pattern": f"a.{{{n}}}b"} for n in range(11)]}},
-            }
-        },
-        "response_format",
-    ),
     ({"messages": [ASKED, {"role": "tool", "content": "the result of no call"}]}, "messages.1"),
     *[
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": each}}}, "response_format")
@@ -305,14 +297,12 @@ def test_arguments_that_no_response_could_have(value: str) -> None:
     for text in (own, f"<tool_call>{own}</tool_call>"):
         answer = with_calls(Answer(text, "stop", (), (), {}, 0, "", 0.0, 0.0), TOOLS)
         assert (answer.text, answer.calls) == (text, ())
-    forced = with_calls(
-        Answer(f"<tool_call>\n{own}\n</tool_call>", "stop", (), (), {}, 0, "", 0.0, 0.0), TOOLS, forced=True
-    )
+    said = Answer(f"<tool_call>\n{own}\n</tool_call>", "stop", (), (), {}, 0, "", 0.0, 0.0)
+    forced = with_calls(said, TOOLS, forced=True)
     assert (forced.text, [call.json for call in forced.calls]) == ("", [f'{{"mill": {value}}}'])
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": f'{{"mill": {value}}}'}}]}
-    with pytest.raises(Refusal) as refused:
-        read_chat({"messages": [ASKED, call, {"role": "tool", "content": "x"}]}, QueryOptions())
-    assert (refused.value.status, refused.value.param) == (400, "messages.1.tool_calls")
+    asked = read_chat({"messages": [ASKED, call, {"role": "tool", "content": "x"}]}, QueryOptions()).ask
+    assert asked.turns == ((QUESTION, '<tool_call>\n{"name": "a", "arguments": {}}\n</tool_call>'),)
 
 
 def test_events_name_the_items_of_their_response() -> None:

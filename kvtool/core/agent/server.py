@@ -10,7 +10,7 @@ import socket
 from base64 import b64decode, urlsafe_b64encode
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import quote, unquote
 
 import anyio
@@ -43,20 +43,22 @@ kvtool://document/ and the path, percent-encoded."""
 _CONTEXT, _STREAM = "kvtool_context", "stream"  # parameters of a tool that clients do not see
 _RESOURCE_NOT_FOUND = -32002  # until the protocol's revision that has no code of its own for it
 _NO_CODE_OF_ITS_OWN = "2026-07-28"
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 class StoreServer:
     def __init__(self, tools: Tools) -> None:
+        """Calls wait for a thread in the event loop: the library needs its own threads to read and write meanwhile."""
         self._store = tools
+        self._reading, computing = anyio.CapacityLimiter(1), anyio.CapacityLimiter(1)
         reading = types.ToolAnnotations(read_only_hint=True, open_world_hint=False)
         readers = (tools.search, tools.read, tools.answer, tools.status)
-        self._tools = {each.__name__: _tool(each, reading) for each in readers}
+        threads: dict[Callable[..., Any], anyio.CapacityLimiter] = {tools.answer: computing}
+        self._tools = {each.__name__: _tool(each, reading, threads.get(each, self._reading)) for each in readers}
         if tools.roots:
             changing = types.ToolAnnotations(
                 read_only_hint=False, destructive_hint=False, idempotent_hint=True, open_world_hint=False
             )
-            self._tools["ingest"] = _tool(tools.ingest, changing)
+            self._tools["ingest"] = _tool(tools.ingest, changing, computing)
 
     async def list_tools(self, context: Any, params: Any) -> types.ListToolsResult:
         rows = [
@@ -96,13 +98,11 @@ class StoreServer:
         cursor = None if params is None else params.cursor
         after = _name_of(cursor) if cursor is not None else ""
         try:
-            sources = await anyio.to_thread.run_sync(self._store.sources, after, LISTED + 1)
+            sources = await anyio.to_thread.run_sync(self._store.sources, after, LISTED + 1, limiter=self._reading)
         except KvtoolError:  # no store yet
             sources = []
         page = sources[:LISTED]
-        cursor = (
-            urlsafe_b64encode(page[-1].encode("utf-8", "surrogatepass")).decode() if len(sources) > LISTED else None
-        )
+        cursor = urlsafe_b64encode(page[-1].encode("utf-8", "surrogatepass")).decode() if sources[LISTED:] else None
         return types.ListResourcesResult(
             resources=[types.Resource(uri=uri_of(source), name=source, mime_type="text/plain") for source in page],
             next_cursor=cursor,
@@ -119,7 +119,8 @@ class StoreServer:
         try:
             if not uri.startswith(start):
                 raise UsageError(f"{uri} is not in the store", "")
-            text = await anyio.to_thread.run_sync(self._store.text, unquote(uri.removeprefix(start)))
+            name = unquote(uri.removeprefix(start))
+            text = await anyio.to_thread.run_sync(self._store.text, name, limiter=self._reading)
         except KvtoolError as error:
             code = types.INVALID_PARAMS if context.protocol_version >= _NO_CODE_OF_ITS_OWN else _RESOURCE_NOT_FOUND
             raise MCPError(code, _words(error), {"uri": uri}) from error
@@ -156,36 +157,31 @@ def _name_of(cursor: str) -> str:
     raise MCPError(types.INVALID_PARAMS, "this cursor is of no page", {"cursor": cursor})
 
 
-def _tool(tool: Callable[..., Any], hints: types.ToolAnnotations) -> Tool:
-    about, call = inspect.getdoc(tool), _explained(tool)
-    return Tool.from_function(
-        call, description=about, annotations=hints, structured_output=True, context_kwarg=_CONTEXT
-    )
-
-
-def _explained(tool: F) -> F:
+def _tool(tool: Callable[..., Any], hints: types.ToolAnnotations, threads: anyio.CapacityLimiter) -> Tool:
     """Wrap a tool: the model reads the message and hint of an error, and a client sees the answer grow."""
     signature = inspect.signature(tool, eval_str=True)
 
     @functools.wraps(tool)
-    def call(kvtool_context: Context[Any], **arguments: Any) -> Any:
+    async def call(kvtool_context: Context[Any], **arguments: Any) -> Any:
         count = itertools.count(1)
 
         def show(text: str) -> None:
             anyio.from_thread.check_cancelled()  # ends the answer of a cancelled request, or a client that has left
-            anyio.from_thread.run(kvtool_context.report_progress, next(count), None, text)
+            if text:
+                anyio.from_thread.run(kvtool_context.report_progress, next(count), None, text)
 
         if _STREAM in signature.parameters:
             arguments[_STREAM] = show
         try:
-            return tool(**arguments)
+            return await anyio.to_thread.run_sync(functools.partial(tool, **arguments), limiter=threads)
         except KvtoolError as error:
             raise ToolError(_words(error)) from error
 
     context = inspect.Parameter(_CONTEXT, inspect.Parameter.KEYWORD_ONLY, annotation=Context[Any])
     seen = [each for name, each in signature.parameters.items() if name != _STREAM]
     call.__signature__ = signature.replace(parameters=[*seen, context])  # type: ignore[attr-defined]
-    return call  # type: ignore[return-value]
+    text = inspect.getdoc(tool)
+    return Tool.from_function(call, description=text, annotations=hints, structured_output=True, context_kwarg=_CONTEXT)
 
 
 def _words(error: KvtoolError) -> str:

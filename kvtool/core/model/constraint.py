@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _SPELLED = re.compile(r'^(\w+): "(<[\w/|]+>)"$', re.MULTILINE)
 _SECONDS, _MEMORY = 1, 2 * 10**9  # of a processor, and bytes of address space
-_STACK = 1 << 20  # bytes, no more than a thread of the server has on any system
+_STACK, _STEPS = 1 << 20, 300  # bytes, no more than any thread of the server has; letters of a trial answer
 _PROGRAM = "from kvtool.core.model.constraint import main\nmain(int(sys.argv[1]), int(sys.argv[2]))"
 INSTALL = "pip install 'kvtool[structured]'"
 
@@ -29,8 +29,8 @@ def is_installed() -> bool:
     return find_spec("llguidance") is not None
 
 
-def check_grammar(grammar: str) -> None:
-    if reason := _reason_against(grammar):
+def check_grammar(grammar: str, matcher: Any = None) -> None:
+    if reason := _reason_against(grammar) if matcher is None else _error_of(matcher):
         raise UsageError(f"the answer cannot be held to this schema: {reason}", "simplify the schema")
 
 
@@ -51,16 +51,27 @@ def main(seconds: int, memory: int) -> None:
     def compile_grammar() -> None:
         started = time.process_time()
         matcher = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_lark(sys.stdin.buffer.read().decode()))
-        matcher.compute_bitmask()
-        reason = matcher.get_error().splitlines()[0] if matcher.is_error() else ""
+        text = b""  # of a short answer, which finds out parts that have no value
+        while len(text) < _STEPS:
+            mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), count=256, bitorder="little")
+            if matcher.is_error() or not mask.any():
+                break
+            ends = b'"' if text.count(b'"') % 2 else b'}]"'  # of a string, or of any other value
+            text += bytes([next((each for each in ends if mask[each]), int(mask.argmax()))])
+            matcher.consume_token(text[-1])
         if time.process_time() - started <= seconds:
-            sys.stdout.buffer.write(reason.encode() + b"\n")
+            sys.stdout.buffer.write(_error_of(matcher).encode() + b"\n")
             sys.stdout.buffer.flush()
 
     threading.stack_size(_STACK)
     thread = threading.Thread(target=compile_grammar)
     thread.start()
     thread.join()
+
+
+def _error_of(matcher: Any) -> str:
+    text = str(matcher.get_error()).splitlines()[0] if matcher.is_error() else ""
+    return "a part of it has no value, or no finite one" if re.search("NoExtension|Too many items", text) else text
 
 
 class Constraint:
@@ -83,15 +94,14 @@ class Constraint:
 
             vocabulary = _vocabulary(self._tokenizer, len(logits))
             self._matcher = LLMatcher(vocabulary, LLMatcher.grammar_from_lark(self._of(vocabulary)))
-            self._check()
         bits = self._matcher.compute_bitmask()
-        self._check()
+        check_grammar(self._grammar, self._matcher)
         is_possible = np.unpackbits(np.frombuffer(bits, np.uint8), count=len(logits), bitorder="little").astype(bool)
         return logits.masked_fill(torch.from_numpy(~is_possible).to(logits.device), float("-inf"))
 
     def take(self, token: int) -> None:
         self._matcher.consume_token(token)
-        self._check()
+        check_grammar(self._grammar, self._matcher)
 
     def _of(self, vocabulary: Any) -> str:
         """Return the grammar with the model's control tokens: a rule of one such token's spelling is the token."""
@@ -102,11 +112,6 @@ class Constraint:
             return f"{match[1]}: {match[2]}" if is_control else match[0]
 
         return _SPELLED.sub(rule, self._grammar)
-
-    def _check(self) -> None:
-        if self._matcher.is_error():
-            reason = self._matcher.get_error().splitlines()[0]
-            raise UsageError(f"the answer cannot be held to this schema: {reason}", "simplify the schema")
 
 
 @lru_cache(maxsize=2)

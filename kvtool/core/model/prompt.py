@@ -19,19 +19,14 @@ from kvtool.core.model.tokens import encode, encode_batch, encode_control, holds
 Cut = TypeVar("Cut")
 Message = tuple[str, str]
 """A role and a text."""
-_SEPARATOR = "\n\n"
-_ASKS = "Question:"
+_SEPARATOR, _ASKS = "\n\n", "Question:"
 CALL, CALL_END = "<tool_call>", "</tool_call>"  # the form of Hermes and Qwen, which most open models follow
 RESULT, RESULT_END = "<tool_response>", "</tool_response>"
 _MARK = re.compile(f"({CALL}|{CALL_END})")
-_SYSTEM = "kvtoolSystemText"
-_PASSAGES = "kvtoolPassagesText"
-_QUESTION = "kvtoolQuestionText"
-_ANSWER = "kvtoolAnswerText"
-_NEXT = "kvtoolNextText"
+_SYSTEM, _PASSAGES, _QUESTION = "kvtoolSystemText", "kvtoolPassagesText", "kvtoolQuestionText"
+_ANSWER, _NEXT = "kvtoolAnswerText", "kvtoolNextText"
 _MESSAGE = re.compile(r"kvtoolMessage(\d+)Text")
-_TURN = ("assistant", "user")
-_TURNS_AT_ONCE = 8
+_TURN, _TURNS_AT_ONCE = ("assistant", "user"), 8
 
 
 @dataclass(frozen=True, slots=True)

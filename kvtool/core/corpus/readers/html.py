@@ -165,7 +165,7 @@ class _Page:
             self.blocks.insert(0, self._title)
 
     def _feed(self, text: str) -> None:
-        at, dead, last = 0, set[int](), text.rfind("-->")  # after it no comment closes
+        at, dead, last, formula_end = 0, set[int](), text.rfind("-->"), 0  # after `last` no comment closes
         for found in _MARKUP.finditer(text):
             start, end = found.span()
             if start < at or (found[2] and start > last):
@@ -182,8 +182,10 @@ class _Page:
             if found[1]:
                 tag = found[1].lower()
                 self._tag(tag, text[found.end() : end - 1])
-                if tag == "math" and not self._hidden_by and (formula := _linear(text, start)):
-                    self._show_formula(formula)
+                if tag == "math" and not self._hidden_by and start >= formula_end:
+                    formula_end = text.find("</math>", start, start + _LONGEST_FORMULA)
+                    if formula_end > 0 and (formula := _linear(text[start:formula_end])):
+                        self._show_formula(formula)
                 if tag in _RAW and text[end - 2] != "/":
                     closing = _RAW[tag].search(text, end)
                     at = closing.start() if closing else len(text)
@@ -429,11 +431,10 @@ def _tag_end(text: str, at: int, dead: set[int]) -> int:
     return -1
 
 
-def _linear(text: str, start: int) -> str:
-    end = text.find("</math>", start, start + _LONGEST_FORMULA)
-    markup = _ENTITY.sub(lambda found: escape(unescape(found[0])), _NAMESPACE.sub("", text[start:end]))
+def _linear(markup: str) -> str:
+    markup = _ENTITY.sub(lambda found: escape(unescape(found[0])), _NAMESPACE.sub("", markup))
     with suppress(ElementTree.ParseError, RecursionError):
-        return linear(ElementTree.fromstring(f"{markup}</math>")).strip() if end > 0 else ""
+        return linear(ElementTree.fromstring(f"{markup}</math>")).strip()
     return ""
 
 
