@@ -40,7 +40,7 @@ from kvtool.core.codec.levels import RAW, level_of
 from kvtool.core.codec.profile import Profile
 from kvtool.core.common.machine import Arithmetic
 from kvtool.core.common.types import Events, Ids
-from kvtool.core.fusion.loader import Loader
+from kvtool.core.fusion.loader import open_loader
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
 from kvtool.core.fusion.source import StoreSource
 from kvtool.core.ingest.account import Account
@@ -255,7 +255,7 @@ def load(
     decoder: Decoder = device  # type: ignore[assignment]
     with (
         store.view(),
-        Loader(decoder, plan.cached, cache, StoreSource(store, decoder, profiles), None, workers) as loader,
+        open_loader(decoder, plan.cached, cache, StoreSource(store, decoder, profiles), None, workers) as loader,
     ):
         for layer in range(device.layer_count):
             loader.wait(layer)
