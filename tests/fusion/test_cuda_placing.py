@@ -69,7 +69,7 @@ def test_records_held_are_read_from_where_they_are(
         assert distance(own.fuse(own.plan(chunks, lead_in=BOS), Reuse(), hot).logits, wanted) <= 1e-4
     if limit == 10**9:
         assert len(spy.reads) == 2 * LAYERS
-        held = [side for layers in hot._held.values() for kv in layers.values() for side in kv]
+        held = [side for layers in hot._held.values() for kv, _ in layers.values() for side in kv]
         assert all(side.is_cuda == there for side in held)
 
 

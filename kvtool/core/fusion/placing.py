@@ -45,35 +45,36 @@ class _Block:
 
 class LayerMemory:
     """A bump allocator for a layer's records, of about `size` bytes; the next layer takes the same memory, without the
-    faults of new pages. `pinned`: a copy for each block uploads it to a GPU."""
+    faults of new pages. `pinned`: a copy for each block uploads it to a GPU. `read`: further tensors that the GPU reads
+    until it has `placed` the layer."""
 
     def __init__(self, size: int, pinned: bool = False) -> None:
         self._size, self._pinned = min(size, _MOST), pinned
         self._blocks: list[_Block] = []
         self._current = 0
+        self.placed: torch.cuda.Event | None = None
+        self.read: Sequence[LayerKV] = ()
 
-    def room(self, size: int) -> memoryview:
-        """Allocate private, writable memory on a 64-byte boundary, valid until `clear`."""
-        return self._room(size, self._size)
-
-    def small(self, size: int) -> memoryview:
-        return self._room(size, _LEAST)
-
-    def _room(self, size: int, block_size: int) -> memoryview:
+    def room(self, size: int, block_size: int | None = None) -> memoryview:
+        """Allocate private, writable memory on a 64-byte boundary, valid until `clear`; in a new block, of `block_size`
+        bytes or more, if there is none."""
         while self._current < len(self._blocks):
             block = self._blocks[self._current]
             if block.used + size <= len(block.bytes):
                 break
             self._current += 1
         else:
-            block = _Block.of(max(size, block_size, 1), self._pinned)
+            block = _Block.of(max(size, self._size if block_size is None else block_size, 1), self._pinned)
             self._blocks.append(block)
         start = block.used
         block.used = min(len(block.bytes), -(-(start + size) // _ALIGN) * _ALIGN)
         return block.bytes[start : start + size]
 
     def clear(self) -> None:
-        self._current = 0
+        """Give all memory free, as soon as the layer is placed."""
+        if self.placed is not None:
+            self.placed.synchronize()
+        self.placed, self.read, self._current = None, (), 0
         for block in self._blocks:
             block.used = 0
 
@@ -138,28 +139,13 @@ class Placing:
 Moments: TypeAlias = "tuple[torch.cuda.Event, torch.cuda.Event, torch.cuda.Event]"  # begun, uploaded, placed
 
 
-@dataclass(slots=True)
-class _InFlight:
-    """A layer until the stream has placed it. `read`: tensors that the stream reads."""
-
-    staging: LayerMemory
-    placed: torch.cuda.Event | None = None
-    read: Sequence[LayerKV] = ()
-
-    def free(self) -> None:
-        if self.placed is not None:
-            self.placed.synchronize()
-            self.placed, self.read = None, ()
-            self.staging.clear()
-
-
 class CudaPlacing(Placing):
     """Places into buffers on a GPU, in `stream`. While one layer is uploaded, the next is read into another buffer."""
 
     def __init__(self, rotary: Rotary, layer_bytes: int, stream: torch.cuda.Stream) -> None:
         super().__init__(rotary, layer_bytes)
         self._stream, self._by_kernel = stream, rotary.by_kernel
-        self._in_flight = [_InFlight(LayerMemory(layer_bytes, pinned=True)) for _ in range(2)]
+        self._memories = [LayerMemory(layer_bytes, pinned=True) for _ in range(2)]
         self._moments: list[Moments] = []
 
     def seconds(self) -> tuple[float, float]:
@@ -174,18 +160,20 @@ class CudaPlacing(Placing):
 
     def room(self, size: int) -> memoryview:
         """Allocate pinned memory, that of the layer before the last."""
-        self._in_flight[0].free()
-        return self._in_flight[0].staging.room(size)
+        return self._staging().room(size)
+
+    def _staging(self) -> LayerMemory:
+        if self._memories[0].placed is not None:
+            self._memories[0].clear()
+        return self._memories[0]
 
     def place(
         self, segments: Sequence[Segment], layers: Sequence[LayerKV], buffer: BufferLayer, table: RopeTables, layer: int
     ) -> torch.cuda.Event:
         started = time.perf_counter()
-        flight = self._in_flight[0]
-        flight.free()
-        layers = _staged(layers, flight.staging)
+        layers = _staged(layers, staging := self._staging())
         if all(side.is_cuda for kv in layers for side in kv):
-            flight.staging.clear()  # these records were decoded on the device
+            staging.clear()  # these records were decoded on the device
         if self._by_kernel and fits(layers, buffer):
             moments = self._launch(segments, [layers], [buffer], table, layer)
         else:
@@ -204,15 +192,15 @@ class CudaPlacing(Placing):
         self._placed(started, [kv for kvs in layers for kv in kvs], self._launch(segments, layers, buffers, table))
 
     def _placed(self, started: float, read: Sequence[LayerKV], moments: Moments) -> torch.cuda.Event:
-        self._in_flight[0].read, self._in_flight[0].placed = read, moments[2]
-        self._in_flight.reverse()
+        self._memories[0].read, self._memories[0].placed = read, moments[2]
+        self._memories.reverse()
         self._moments.append(moments)
         self.upload_s += time.perf_counter() - started
         return moments[2]
 
     def finish(self) -> None:
-        for flight in self._in_flight:
-            flight.free()
+        for memory in self._memories:
+            memory.clear()
 
     def _launch(
         self,
@@ -223,9 +211,9 @@ class CudaPlacing(Placing):
         first: int = 0,
     ) -> Moments:
         """Place layers from `first` on, in one launch each; their records and the pieces' table cross in one copy."""
-        staging = self._in_flight[0].staging
+        staging = self._memories[0]
         shape = len(layers), len(segments), rope_triton.FIELDS
-        rows = np.frombuffer(staging.small(8 * math.prod(shape)), np.int64).reshape(shape)
+        rows = np.frombuffer(staging.room(8 * math.prod(shape), _LEAST), np.int64).reshape(shape)
         targets = staging.targets(buffers[0].keys.device)
         addresses = [target.data_ptr() for target in targets]
 
@@ -254,7 +242,7 @@ class CudaPlacing(Placing):
         self, segments: Sequence[Segment], layers: Sequence[LayerKV], buffer: BufferLayer, table: RopeTables, layer: int
     ) -> Moments:
         """Place a layer by torch's operations; keys of neighbouring segments are rotated in one call."""
-        staging, begun = self._in_flight[0].staging, self._now()
+        staging, begun = self._memories[0], self._now()
         targets = staging.targets(buffer.keys.device)
         staging.upload(targets)
         uploaded = self._now()
