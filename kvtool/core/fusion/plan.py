@@ -46,10 +46,6 @@ class Candidate:
     part: Part | None = None
 
     @property
-    def stored_tokens(self) -> int:
-        return len(self.ids) if self.part is None else self.part.of
-
-    @property
     def rows(self) -> Sequence[int]:
         return range(len(self.ids)) if self.kept is None else self.kept
 

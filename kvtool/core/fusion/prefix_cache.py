@@ -58,9 +58,6 @@ class StoredPrefix:
     def first(self, count: int) -> StoredPrefix:
         return StoredPrefix(self.ids[:count], self.infos[:count])
 
-    def without(self, number: int) -> StoredPrefix:
-        return replace(self, infos=(*self.infos[:number], None, *self.infos[number + 1 :]))
-
 
 @dataclass(frozen=True, slots=True)
 class NewCheckpoint:
@@ -216,7 +213,8 @@ def fuse_prefix(
                 bytes_read += _restore(decoder, cache, plan.segments[number], found, number, read)
             break
         except DamagedError:
-            found, plan = found.without(number), plan.without(plan.segments[number], DAMAGED)
+            found = replace(found, infos=(*found.infos[:number], None, *found.infos[number + 1 :]))
+            plan = plan.without(plan.segments[number], DAMAGED)
     read_ms = add_span(timeline, "read states", started) * 1e3
     started = time.perf_counter()
     reused = [replace(segment, status="exact", reason="") for segment in plan.segments[: found.usable]]

@@ -219,44 +219,43 @@ class Shift:
         return _Chunks(self.plan)
 
 
+@dataclass(eq=False)
 class ShiftSteps:
     """The shift of one pass by torch's operations: `keep`, then `add`, layer by layer (`ShiftKernel`); nothing is read
     on the host. `table`: RoPE of the places up to the last shifted one. `rows`: the probes' places, int64 `[probes]`.
     `weights`: float32 `[chunks, probes]`, averages them. `chunks`, `factors`: each place's chunk, int64, and share,
     float32."""
 
-    def __init__(
-        self,
-        rotary: Rotary,
-        cache: PromptCache,
-        table: RopeTables,
-        rows: torch.Tensor,
-        weights: torch.Tensor,
-        chunks: torch.Tensor,
-        factors: torch.Tensor,
-    ) -> None:
-        self._rotary, self._cache, self._rows, self._weights = rotary, cache, rows, weights
-        places = min(len(table), len(chunks))
-        self._table, self._back = table[:places], table[rows].inverse()
-        self._chunks, self._factors = chunks[:places], factors[:places]
-        self._old: LayerKV | None = None
+    rotary: Rotary
+    cache: PromptCache
+    table: RopeTables
+    rows: torch.Tensor
+    weights: torch.Tensor
+    chunks: torch.Tensor
+    factors: torch.Tensor
+
+    def __post_init__(self) -> None:
+        places = min(len(self.table), len(self.chunks))
+        self.table, self.back = self.table[:places], self.table[self.rows].inverse()
+        self.chunks, self.factors = self.chunks[:places], self.factors[:places]
+        self.old: LayerKV | None = None
 
     def keep(self, layer: int) -> None:
-        self._old = rows_of(self._cache.buffers[layer], self._rows)
+        self.old = rows_of(self.cache.buffers[layer], self.rows)
 
     def add(self, layer: int, factors: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Add to each row its share (`factors` replace the given ones) of its chunk's offset, in float32, rounded once.
         Returns sums of squares of values: of all changes, `[]`, and of each chunk's offset, `[chunks, kv_heads]`."""
-        assert self._old is not None
-        buffer = self._cache.buffers[layer]
-        new = rows_of(buffer, self._rows)
-        keys, values = (now.float() - old.float() for now, old in zip(new, self._old, strict=True))
-        self._old = None
-        keys = self._rotary.rotate(keys[None], self._back, layer)[0]
-        offsets = self._weights @ keys, self._weights @ values
-        share = (self._factors if factors is None else factors[: len(self._factors)])[:, None]
-        more = [side[:, self._chunks] * share for side in offsets]
-        more[0] = self._rotary.rotate(more[0][None], self._table, layer)[0]
+        assert self.old is not None
+        buffer = self.cache.buffers[layer]
+        new = rows_of(buffer, self.rows)
+        keys, values = (now.float() - old.float() for now, old in zip(new, self.old, strict=True))
+        self.old = None
+        keys = self.rotary.rotate(keys[None], self.back, layer)[0]
+        offsets = self.weights @ keys, self.weights @ values
+        share = (self.factors if factors is None else factors[: len(self.factors)])[:, None]
+        more = [side[:, self.chunks] * share for side in offsets]
+        more[0] = self.rotary.rotate(more[0][None], self.table, layer)[0]
         for side, added in zip((buffer.keys, buffer.values), more, strict=True):
             rows = side[0, :, : added.shape[1]]
             rows.copy_(rows.float() + added)

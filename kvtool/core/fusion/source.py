@@ -36,9 +36,7 @@ class RecordMissing(Exception):
         self, segment: Segment, reason: str, stored: bool = False, others: Sequence[tuple[Segment, str]] = ()
     ) -> None:
         super().__init__(reason)
-        self.segment = segment
-        self.reason = reason
-        self.stored = stored
+        self.segment, self.reason, self.stored = segment, reason, stored
         self.unusable = ((segment, reason), *others)
 
 
@@ -74,7 +72,7 @@ class StoreSource(KVSource):
 
     @cached_property
     def device(self) -> torch.device | None:
-        """The device on which a codec decodes: the model's if that is possible; None: main memory."""
+        """The device on which a codec decodes; None: main memory."""
         return torch.device(self.decoder.device) if decodes_there(self.decoder.device) else None
 
     def read(self, segments: Sequence[Segment], layer: int, stats: ReadStats) -> list[LayerKV]:
@@ -105,8 +103,10 @@ class StoreSource(KVSource):
             stats.reading = segments[number], time.perf_counter()
 
         started = time.perf_counter()
-        chunk_ids = [segment.source.chunk_id for segment in segments]
-        shapes = [stored_shape(self.decoder.shapes[layer], segment.source.stored_tokens) for segment in segments]
+        sources = [segment.source for segment in segments]
+        tokens = [len(source.ids) if source.part is None else source.part.of for source in sources]
+        shapes = [stored_shape(self.decoder.shapes[layer], count) for count in tokens]
+        chunk_ids = [source.chunk_id for source in sources]
         # Only records that need no decoding are uploaded as their bytes are.
         room = stats.room if level_of(level).verbatim else aligned
         read = read_layer(self.store, chunk_ids, level, layer, shapes=shapes, before=before, allocate=room)
@@ -156,18 +156,10 @@ class ChunkCache(KVSource):
         mark: Mark = lambda chunk_id, level, layer: None,
         device: torch.device | None = None,
     ) -> None:
-        self._inner = inner
-        self._limit = limit
-        self._mark = mark
-        self._device = device
-        self._marks: dict[Key, dict[int, bytes | None]] = {}
-        self._held: OrderedDict[Key, dict[int, LayerKV]] = OrderedDict()
-        self._bytes = 0
+        self._inner, self._limit, self._mark, self._device = inner, limit, mark, device
+        self._held: OrderedDict[Key, dict[int, tuple[LayerKV, bytes | None]]] = OrderedDict()  # by layer, with its mark
+        self.held_bytes = 0
         self._lock = threading.Lock()
-
-    @property
-    def held_bytes(self) -> int:
-        return self._bytes
 
     def holds(self, segment: Segment, layers: int) -> bool:
         with self._lock:
@@ -187,6 +179,8 @@ class ChunkCache(KVSource):
         return [next(added) if kv is None else kv for kv in kvs]
 
     def whole(self, segments: Sequence[Segment], layers: int) -> list[list[LayerKV]] | None:
+        if self._device is None:
+            return None
         with self._lock:
             kvs = [[self._get(segment, layer) for segment in segments] for layer in range(layers)]
         whole = [[kv for kv in layer if kv is not None and kv[0].is_cuda] for layer in kvs]
@@ -205,23 +199,21 @@ class ChunkCache(KVSource):
     def recheck(self) -> None:
         """Drop chunks whose records have changed or gone; KV from another source has no record at first."""
         with self._lock:
-            for key in list(self._held):
-                marks = self._marks[key]
-                now = {layer: self._mark(*key, layer) for layer in marks}
-                if all(before in (None, now[layer]) for layer, before in marks.items()):
-                    self._marks[key] = now
+            for key, layers in list(self._held.items()):
+                marks = {layer: self._mark(*key, layer) for layer in layers}
+                if all(mark in (None, marks[layer]) for layer, (_, mark) in layers.items()):
+                    self._held[key] = {layer: (kv, marks[layer]) for layer, (kv, _) in layers.items()}
                 else:
                     self._drop(key)
 
     def _drop(self, key: Key) -> None:
-        self._marks.pop(key, None)
-        self._bytes -= sum(map(_size, self._held.pop(key, {}).values()))
+        self.held_bytes -= sum(_size(kv) for kv, _ in self._held.pop(key, {}).values())
 
     def _get(self, segment: Segment, layer: int) -> LayerKV | None:
         key = _key(segment)
         if key in self._held:
             self._held.move_to_end(key)
-        return self._held.get(key, {}).get(layer)
+        return self._held.get(key, {}).get(layer, (None,))[0]
 
     def _copies(self, kvs: Sequence[LayerKV]) -> list[LayerKV]:
         """Copy KV that is to be held: a view would retain its whole decoding buffer, or memory that is reused."""
@@ -243,10 +235,9 @@ class ChunkCache(KVSource):
         key = _key(segment)
         layers = self._held.setdefault(key, {})
         if layer not in layers:
-            layers[layer] = kv
-            self._bytes += _size(kv)
-            self._marks.setdefault(key, {})[layer] = mark
-        while self._bytes > self._limit:
+            layers[layer] = kv, mark
+            self.held_bytes += _size(kv)
+        while self.held_bytes > self._limit:
             self._drop(next(iter(self._held)))
 
 
