@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from types import TracebackType
 from typing import Self
 
@@ -17,6 +18,7 @@ from kvtool.core.common.timeline import Timeline, add_span
 from kvtool.core.fusion.placing import CudaPlacing, Placing, fits
 from kvtool.core.fusion.plan import Segment
 from kvtool.core.fusion.source import KVSource, ReadStats, RecordMissing
+from kvtool.core.kernels.rope import RopeTables
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import PromptCache
 
@@ -61,17 +63,26 @@ def positions_of(segments: Sequence[Segment], device: str) -> torch.Tensor:
 
 class Loader:
     """Fills a prompt cache layer by layer; every key is rotated once, to its absolute position. This one has nothing to
-    load. `is_placed`: all layers are in the buffers from the start. `waited_s`: seconds that the compute waited.
-    `table`: RoPE of all places up to the last loaded one."""
+    load. `is_placed`: all layers are in the buffers from the start. `waited_s`: seconds that the compute waited."""
 
     is_placed = True
     waited_s = 0.0
 
     def __init__(self, decoder: Decoder, segments: Sequence[Segment], cache: PromptCache) -> None:
         self.decoder, self.segments, self.cache = decoder, segments, cache
-        self.table = decoder.rotary.table(positions_of(segments, decoder.device))
+        self._lock = threading.Lock()
         self._placings: Sequence[Placing] = ()
         self._stats: Sequence[ReadStats] = ()
+
+    @property
+    def table(self) -> RopeTables:
+        """RoPE of all places up to the last loaded one, made at the first use."""
+        with self._lock:
+            return self._table
+
+    @cached_property
+    def _table(self) -> RopeTables:
+        return self.decoder.rotary.table(positions_of(self.segments, self.decoder.device))
 
     def __enter__(self) -> Self:
         return self
@@ -137,6 +148,8 @@ class DiskLoader(Loader):
     ) -> None:
         super().__init__(decoder, sorted(segments, key=lambda segment: -segment.source.relevance), cache)
         workers = min(workers, decoder.stored_layers)
+        if decoder.device.startswith("cuda"):
+            _ = self.table  # made by the compute stream, for which the streams of the threads wait
         self._placings = [_placing_for(decoder, segments) for _ in range(workers)]
         self._stats = [ReadStats(room=placing.room) for placing in self._placings]
         self._source, self._timeline, self._patience = source, timeline, patience
