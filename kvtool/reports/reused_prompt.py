@@ -134,7 +134,7 @@ def cache_of(decoder: Decoder, length: int) -> PromptCache:
 
 
 @dataclass(frozen=True, slots=True)
-class ExactSource:
+class ExactSource(KVSource):
     stored: KVSource
     computed: dict[bytes, ChunkKV] = field(default_factory=dict)
 

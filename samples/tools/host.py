@@ -40,7 +40,7 @@ from kvtool.core.codec.levels import RAW, level_of
 from kvtool.core.codec.profile import Profile
 from kvtool.core.common.machine import Arithmetic
 from kvtool.core.common.types import Events, Ids
-from kvtool.core.fusion.loader import Loader
+from kvtool.core.fusion.loader import open_loader
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
 from kvtool.core.fusion.source import StoreSource
 from kvtool.core.ingest.account import Account
@@ -49,8 +49,8 @@ from kvtool.core.ingest.prepare import PreparedFile
 from kvtool.core.ingest.storer import BATCH_TOKENS, ChunkStorer
 from kvtool.core.kernels.rope import CopyWithRope, CosSin, copy_with_rope
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.model.hf.modules import CacheProxy
 from kvtool.core.model.kinds import KVShape
+from kvtool.core.model.passes import Pass
 from kvtool.core.model.prefill import ChunkKV, LeadIn
 from kvtool.core.model.prompt_cache import BufferLayer, PromptCache
 from kvtool.core.model.stack import Turns
@@ -131,7 +131,7 @@ class NullDevice:
         self._kv = torch.randn(shape, dtype=self.kv_dtype), torch.randn(shape, dtype=self.kv_dtype)
         self.shapes = (self.shape,) * self.layer_count
         self.stored_layers = self.layer_count
-        self.base = self
+        self.passes = self
         self.rotary = Rotation(self.shape.key_dim)
         self._memory: list[np.ndarray[Any, Any]] = []
         self.loaded = SimpleNamespace(arithmetic=Arithmetic("bfloat16", "cuda"))
@@ -162,21 +162,17 @@ class NullDevice:
     def device_ids(self, tokens: Sequence[int]) -> torch.Tensor:
         return torch.tensor(list(tokens))
 
-    def forward(self, input_ids: torch.Tensor, past_key_values: CacheProxy, **_: object) -> None:
+    def fill(self, job: Pass) -> None:
         """Hand over keys and values of all layers, as a model's forward does."""
-        tokens, began = input_ids.shape[1], time.thread_time()
+        tokens, began = len(job.ids), time.thread_time()
         keys, values = (side[:, :, :tokens] for side in self._kv)
         for layer in range(self.layer_count):
             if self.prefill:
                 time.sleep(tokens / self.prefill / self.layer_count)
             self.taken += keys.nbytes + values.nbytes
-            try:
-                past_key_values.update(keys, values, layer)
-            finally:
-                self.seconds += time.thread_time() - began
-                began = time.thread_time()
-
-    __call__ = forward
+            job.on_layer.collect(layer, keys, values)
+            self.seconds += time.thread_time() - began
+            began = time.thread_time()
 
     def cache(self, tokens: int) -> PromptCache:
         return PromptCache([BufferLayer(shape, tokens, self.kv_dtype, self.device) for shape in self.shapes])
@@ -255,7 +251,7 @@ def load(
     decoder: Decoder = device  # type: ignore[assignment]
     with (
         store.view(),
-        Loader(decoder, plan.cached, cache, StoreSource(store, decoder, profiles), None, workers) as loader,
+        open_loader(decoder, plan.cached, cache, StoreSource(store, decoder, profiles), None, workers) as loader,
     ):
         for layer in range(device.layer_count):
             loader.wait(layer)

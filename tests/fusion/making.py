@@ -239,7 +239,7 @@ class Fixed(Selector):
 
 
 @dataclass
-class SpySource:
+class SpySource(KVSource):
     """Passes reads on; notes (layer, segment starts), and does `before` each."""
 
     inner: KVSource

@@ -49,7 +49,7 @@ DROPPED = sum(len(ids) - len(kept) for ids, kept in zip(CHUNKS, KEPT, strict=Tru
 
 
 @dataclass
-class SomeRows:
+class SomeRows(KVSource):
     inner: KVSource
 
     def read(self, segments: Sequence[Segment], layer: int, stats: ReadStats) -> list[tuple[torch.Tensor, ...]]:

@@ -10,13 +10,13 @@ import torch
 from kvtool.core.codec.base import LayerKV
 from kvtool.core.fusion import loader
 from kvtool.core.fusion.engine import fuse
-from kvtool.core.fusion.loader import Loader
-from kvtool.core.fusion.placing import CudaPlacing
 from kvtool.core.fusion.plan import Segment
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.source import KVSource, ReadStats
+from kvtool.core.kernels.rope import RopeTables
+from kvtool.core.model.rope import Rotary
 from tests.fusion.launching import logits_on_cpu, on_gpu
 from tests.fusion.making import BOS, Case, distance
 from tests.pretended.streams import Log
@@ -42,7 +42,7 @@ def test_what_the_cpu_gives(gpu: Log, family: str, name: str) -> None:
     assert distance(fused.logits, wanted) <= 1e-4
 
 
-class Elsewhere:
+class Elsewhere(KVSource):
     def __init__(self, inner: KVSource) -> None:
         self.inner = inner
 
@@ -64,7 +64,7 @@ def _nothing(*ignored: object) -> None: ...
 
 
 def _no_wait_for_layers(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(CudaPlacing, "wait", _nothing)
+    patch.setattr("tests.pretended.streams.Event.wait", _nothing)
 
 
 def _no_wait_for_the_copy(patch: pytest.MonkeyPatch) -> None:
@@ -73,13 +73,13 @@ def _no_wait_for_the_copy(patch: pytest.MonkeyPatch) -> None:
 
 
 def _table_in_another_stream(patch: pytest.MonkeyPatch) -> None:
-    made = Loader._table
+    table = Rotary.table
 
-    def elsewhere(self: Loader) -> object:
+    def elsewhere(self: Rotary, positions: torch.Tensor) -> RopeTables:
         with torch.cuda.stream(torch.cuda.Stream()):
-            return made(self)
+            return table(self, positions)
 
-    patch.setattr(Loader, "_table", elsewhere)
+    patch.setattr(Rotary, "table", elsewhere)
 
 
 @pytest.mark.slow

@@ -11,50 +11,45 @@ import torch
 import torch.nn.functional as F
 
 from kvtool.core.fusion import loader
+from kvtool.core.fusion.loader import DiskLoader
 from kvtool.core.kernels.attention import dispatch, eager
 from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
-from kvtool.core.kernels.rope import CosSin, RopeTables
+from kvtool.core.kernels.rope import CosSin
 from kvtool.core.model import attention
 from kvtool.core.model.rope import Copy, RopeJob, Rotary
 
 
 def keys_rotated_twice(patch: pytest.MonkeyPatch) -> None:
     """The loader rotates every cached key once more."""
-    load = loader.Loader._load
+    load = DiskLoader.load
 
-    def twice(self: Any, layer: int, turning: Any, worker: Any) -> None:
-        load(self, layer, turning, worker)
-        table = turning.table
-        for segment in self._segments:
-            span = self._cache.buffers[layer].keys[:, :, segment.start : segment.stop]
-            span.copy_(self._decoder.rotary.rotate(span, table[segment.start : segment.stop], layer))
+    def twice(self: DiskLoader, layer: int, *worker: Any) -> None:
+        load(self, layer, *worker)
+        for segment in self.segments:
+            span = self.cache.buffers[layer].keys[:, :, segment.start : segment.stop]
+            span.copy_(self.decoder.rotary.rotate(span, self.table[segment.start : segment.stop], layer))
 
-    patch.setattr(loader.Loader, "_load", twice)
+    patch.setattr(DiskLoader, "load", twice)
 
 
 def positions_off_by_one(patch: pytest.MonkeyPatch) -> None:
     """The loader puts every cached key one position too far."""
-    table = loader.Loader._table
-
-    def shifted(self: Any) -> RopeTables:
-        stop = len(table(self))
-        return self._decoder.rotary.table(torch.arange(1, stop + 1))
-
-    patch.setattr(loader.Loader, "_table", shifted)
+    positions_of = loader.positions_of
+    patch.setattr(loader, "positions_of", lambda segments, device: positions_of(segments, device) + 1)
 
 
 def latents_rotated(patch: pytest.MonkeyPatch) -> None:
     """The loader turns a cached latent's first numbers, too, as if they carried the position."""
-    load = loader.Loader._load
+    load = DiskLoader.load
 
-    def turned(self: Any, layer: int, turning: Any, worker: Any) -> None:
-        load(self, layer, turning, worker)
-        buffer = self._cache.buffers[layer]
-        for segment in self._segments:
+    def turned(self: DiskLoader, layer: int, *worker: Any) -> None:
+        load(self, layer, *worker)
+        buffer = self.cache.buffers[layer]
+        for segment in self.segments:
             span = buffer.values[:, :, segment.start : segment.stop, : buffer.shape.key_dim]
-            span.copy_(self._decoder.rotary.rotate(span, turning.table[segment.start : segment.stop], layer))
+            span.copy_(self.decoder.rotary.rotate(span, self.table[segment.start : segment.stop], layer))
 
-    patch.setattr(loader.Loader, "_load", turned)
+    patch.setattr(DiskLoader, "load", turned)
 
 
 def rotation_of_wrong_sign(patch: pytest.MonkeyPatch) -> None:
@@ -93,7 +88,7 @@ def chunks_see_their_own_future(patch: pytest.MonkeyPatch) -> None:
 
 
 def nobody_waits(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(loader.Loader, "wait", lambda self, layer, meanwhile=None: None)
+    patch.setattr(DiskLoader, "wait", lambda self, layer, meanwhile=None: None)
 
 
 def _scored_otherwise(patch: pytest.MonkeyPatch, **change: Any) -> None:

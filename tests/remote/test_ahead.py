@@ -20,7 +20,7 @@ from kvtool.core.cache.backend import BlobRequest, BlobResponse
 from kvtool.core.codec.base import LayerKV
 from kvtool.core.errors import DamagedError, RemoteError
 from kvtool.core.fusion.plan import Candidate, Segment
-from kvtool.core.fusion.source import ChunkCache, ReadStats, RecordMissing
+from kvtool.core.fusion.source import ChunkCache, KVSource, ReadStats, RecordMissing
 from kvtool.core.model.prefill import ChunkKV
 from kvtool.core.query.streaming import COMPUTED, BackgroundDecoder, Driver, Ended
 from kvtool.core.streaming.fetch_state import Fetch, Part
@@ -29,7 +29,7 @@ LAYERS, RECORD = 3, 10  # bytes
 SEGMENTS = [Segment((1, 2), 2 * number, "hit", Candidate((1, 2), bytes([number]))) for number in range(4)]
 
 
-class Stepped:
+class Stepped(KVSource):
     """A source that decodes a layer for every `step`, and reports which."""
 
     def __init__(self) -> None:

@@ -85,7 +85,7 @@ class LevelScheme:
 
 
 @dataclass(slots=True)
-class PromptKV:
+class PromptKV(KVSource):
     """A prompt's cached KV in memory, by layer and segment start; filled before the model needs the cores."""
 
     layers: list[dict[int, LayerKV]]

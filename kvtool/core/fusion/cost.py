@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -100,19 +101,16 @@ def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float
     target = np.asarray(seconds, dtype=float)
     matrix = np.asarray(rows, dtype=float) / target[:, None]
     count = matrix.shape[1]
-    best, error = [0.0] * count, math.inf
-    for size in range(1, count + 1):
-        for used in itertools.combinations(range(count), size):
-            part = matrix[:, used]
-            scale = np.abs(part).max(0)
-            solution = np.linalg.lstsq(part / scale, np.ones(len(target)), rcond=None)[0] / scale
-            residual = float(np.square(part @ solution - 1).sum())
-            if (solution >= 0).all() and residual < error - 1e-9:
-                best = [0.0] * count
-                for column, value in zip(used, solution.tolist(), strict=True):
-                    best[column] = value
-                error = residual
-    return best
+    best, error = np.zeros(count), math.inf
+    for used in (used for size in range(count) for used in itertools.combinations(range(count), size + 1)):
+        part = matrix[:, used]
+        scale = np.abs(part).max(0)
+        solution = np.linalg.lstsq(part / scale, np.ones(len(target)), rcond=None)[0] / scale
+        residual = float(np.square(part @ solution - 1).sum())
+        if (solution >= 0).all() and residual < error - 1e-9:
+            best, error = np.zeros(count), residual
+            best[list(used)] = solution
+    return [float(coefficient) for coefficient in best]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +152,8 @@ class PromptRows:
 
     def __init__(self, spans: Sequence[Span], speeds: Speeds) -> None:
         self._speeds = speeds
-        self._rows: dict[str, int] = {}
-        self._keys: dict[str, int] = {}
-        self._stored: dict[str, dict[str, int]] = {}  # tokens by kind, by level
+        self._rows, self._keys = Counter[str](), Counter[str]()
+        self._stored: defaultdict[str, Counter[str]] = defaultdict(Counter)  # tokens by kind, by level
         self.layers = speeds.layers
         self.context = 0
         self.hit_chunks: list[int] = []
@@ -167,28 +164,19 @@ class PromptRows:
             status = span.status if cached or span.status == "fresh" else "hole"
             leading = leading and status == "exact"
             kind = "leading" if leading else status
-            self._rows[kind] = self._rows.get(kind, 0) + span.tokens
-            self._keys[kind] = self._keys.get(kind, 0) + _keys_seen(start, span.tokens)
+            self._rows[kind] += span.tokens
+            self._keys[kind] += _keys_seen(start, span.tokens)
             there = span.tokens - span.dropped
             if cached and span.level is not None:
-                levels = self._stored.setdefault(kind, {})
-                levels[span.level] = levels.get(span.level, 0) + (0 if span.held else there)
+                self._stored[kind][span.level] += 0 if span.held else there
                 self.context += there if number else 0
             if number and status == "hit":
                 self.hit_chunks.append(there)
             start += span.tokens
-        self.length = start
-
-    @property
-    def hits(self) -> int:
-        return self._rows.get("hit", 0)
+        self.length, self.hits = start, self._rows["hit"]
 
     def load(self, *kinds: str) -> Load:
-        tokens: dict[str, float] = {}
-        for kind in kinds:
-            for level, count in self._stored.get(kind, {}).items():
-                tokens[level] = tokens.get(level, 0) + count
-        return self._speeds.load(tokens)
+        return self._speeds.load(sum((self._stored[kind] for kind in kinds), Counter[str]()))
 
     def seconds(self, cost: Cost) -> float:
         """Estimate the seconds from the planned prompt to the first token. The question's own pass skips the LM head
@@ -199,11 +187,11 @@ class PromptRows:
 
     def _pass(self, kinds: Sequence[str], hits: float = 0.0, asks: bool = False) -> float:
         """Estimate a pass over all rows of these kinds and some hits. `asks`: of the question, only rows that rank."""
-        rows, keys = (sum(counts.get(kind, 0) for kind in kinds) for counts in (self._rows, self._keys))
+        rows, keys = (sum(counts[kind] for kind in kinds) for counts in (self._rows, self._keys))
         if asks and (cut := self._rows["fresh"] - MOST_ASKING) > 0:
             rows, keys = rows - cut, keys - _keys_seen(self.length - cut, cut)
         share = hits / self.hits if hits else 0.0
-        return self._speeds.passes.seconds(rows + hits, keys + share * self._keys.get("hit", 0))
+        return self._speeds.passes.seconds(rows + hits, keys + share * self._keys["hit"])
 
 
 def _keys_seen(start: int, tokens: int) -> int:

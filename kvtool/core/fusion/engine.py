@@ -13,7 +13,7 @@ import torch
 from kvtool.core.common.timeline import Timeline, add_span
 from kvtool.core.fusion.held_pass import HeldPass
 from kvtool.core.fusion.layerwise_selection import LayerwiseSelection, question_attention
-from kvtool.core.fusion.loader import Loader
+from kvtool.core.fusion.loader import Loader, open_loader
 from kvtool.core.fusion.plan import Candidate, Plan, Segment, as_resident, extend_plan
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.shift import Shift, Shifted
@@ -123,7 +123,7 @@ def fuse_into(
     with ExitStack() as stack:
         # A segment with more rows in the plan than in the store is computed at every layer.
         segments = [one for one in selector.reads(plan, decoder.stored_layers) if one.kept == one.source.kept]
-        loader = stack.enter_context(Loader(decoder, segments, cache, source, timeline, patience=patience))
+        loader = stack.enter_context(open_loader(decoder, segments, cache, source, timeline, patience=patience))
         held = HeldPass.of(decoder, plan, cache, loader)
         rows, done, asking_s = _first_rows(decoder, plan, selector, cache, loader, held, timeline)
         shift = Shift(decoder, plan, cache, loader, selector.shift)

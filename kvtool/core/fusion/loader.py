@@ -6,16 +6,18 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from types import TracebackType
+from typing import Self
 
 import torch
 
 from kvtool.core.codec.base import LayerKV
 from kvtool.core.common.timeline import Timeline, add_span
-from kvtool.core.fusion.placing import CudaPlacing, KeyRotation, Placing
+from kvtool.core.fusion.placing import CudaPlacing, Placing, fits
 from kvtool.core.fusion.plan import Segment
-from kvtool.core.fusion.source import ChunkCache, KVSource, ReadStats, RecordMissing
+from kvtool.core.fusion.source import KVSource, ReadStats, RecordMissing
 from kvtool.core.kernels.rope import RopeTables
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import PromptCache
@@ -30,10 +32,109 @@ def default_workers() -> int:
     return max(1, min(_MOST_WORKERS, (os.cpu_count() or 1) // _CORES_A_WORKER))
 
 
+@torch.inference_mode()
+def open_loader(
+    decoder: Decoder,
+    segments: Sequence[Segment],
+    cache: PromptCache,
+    source: KVSource,
+    timeline: Timeline | None = None,
+    workers: int | None = None,
+    patience: float | None = None,
+) -> Loader:
+    """Make the loader of a prompt's segments, a context manager: without threads if the source holds all layers on the
+    device. `workers`: number of threads. `patience`: seconds to wait for one record; None: no limit."""
+    if not segments:
+        return Loader(decoder, segments, cache)
+    layers = source.whole(segments, decoder.stored_layers)
+    if layers is not None and decoder.rotary.by_kernel and all(map(fits, layers, cache.buffers)):
+        return HeldLoader(decoder, segments, cache, layers, timeline)
+    return DiskLoader(decoder, segments, cache, source, timeline, workers or default_workers(), patience)
+
+
+def positions_of(segments: Sequence[Segment], device: str) -> torch.Tensor:
+    """The position of each place up to the last one of `segments`, int64 `[places]`."""
+    positions = torch.arange(max((segment.stop for segment in segments), default=0), device=device)
+    for segment in segments:
+        if segment.position != segment.start or segment.kept is not None:
+            positions[segment.start : segment.stop] = torch.tensor(segment.positions)
+    return positions
+
+
 class Loader:
-    """Fills a prompt cache layer by layer in its own threads; each holds one layer's records at a time. Every key is
-    rotated once, to its absolute position. Records are read in the order of their chunks' relevance. `is_placed`: all
-    layers were in the buffers as soon as it was entered."""
+    """Fills a prompt cache layer by layer; every key is rotated once, to its absolute position. This one has nothing to
+    load. `is_placed`: all layers are in the buffers from the start. `waited_s`: seconds that the compute waited."""
+
+    is_placed = True
+    waited_s = 0.0
+
+    def __init__(self, decoder: Decoder, segments: Sequence[Segment], cache: PromptCache) -> None:
+        self.decoder, self.segments, self.cache = decoder, segments, cache
+        self._lock = threading.Lock()
+        self._placings: Sequence[Placing] = ()
+        self._stats: Sequence[ReadStats] = ()
+
+    @property
+    def table(self) -> RopeTables:
+        """RoPE of all places up to the last loaded one, made at the first use."""
+        with self._lock:
+            return self._table
+
+    @cached_property
+    def _table(self) -> RopeTables:
+        return self.decoder.rotary.table(positions_of(self.segments, self.decoder.device))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is not None:
+            for placing in self._placings:
+                placing.finish()
+
+    def wait(self, layer: int, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Wait until `layer` is in the buffers, and call `meanwhile` now and then. Raises a loading thread's error."""
+
+    @property
+    def stats(self) -> ReadStats:
+        return ReadStats(
+            bytes_read=sum(stats.bytes_read for stats in self._stats),
+            read_s=sum(stats.read_s for stats in self._stats),
+            decode_s=sum(stats.decode_s for stats in self._stats),
+        )
+
+    def placing_s(self) -> tuple[float, float]:
+        """Seconds of uploading and of rotating, of all threads together."""
+        seconds = [placing.seconds() for placing in self._placings]
+        return sum(upload for upload, _ in seconds), sum(rotate for _, rotate in seconds)
+
+
+class HeldLoader(Loader):
+    """Places layers that are held on a GPU as soon as it is made. A thread would only compete with this one, for work
+    that ends before the first layer has computed."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        segments: Sequence[Segment],
+        cache: PromptCache,
+        layers: Sequence[Sequence[LayerKV]],
+        timeline: Timeline | None,
+    ) -> None:
+        super().__init__(decoder, segments, cache)
+        started = time.perf_counter()
+        placing = CudaPlacing(decoder.rotary, 0, torch.cuda.current_stream(decoder.device))
+        self._placings = (placing,)
+        parts = [[*map(_part, segments, kvs)] for kvs in layers]
+        placing.place_all(segments, parts, cache.buffers, self.table)
+        add_span(timeline, "place", started)
+
+
+class DiskLoader(Loader):
+    """Reads records in threads, each of which holds one layer's records at a time, in the order of their chunks'
+    relevance."""
+
+    is_placed = False
 
     def __init__(
         self,
@@ -41,67 +142,48 @@ class Loader:
         segments: Sequence[Segment],
         cache: PromptCache,
         source: KVSource,
-        timeline: Timeline | None = None,
-        workers: int | None = None,
-        patience: float | None = None,
+        timeline: Timeline | None,
+        workers: int,
+        patience: float | None,
     ) -> None:
-        self.waited_s, self.is_placed = 0.0, False
-        self._decoder, self._cache, self._source = decoder, cache, source
-        self._segments = sorted(segments, key=lambda segment: -segment.source.relevance)
-        self._timeline, self._patience = timeline, patience
+        super().__init__(decoder, sorted(segments, key=lambda segment: -segment.source.relevance), cache)
+        workers = min(workers, decoder.stored_layers)
+        if decoder.device.startswith("cuda"):
+            _ = self.table  # made by the compute stream, for which the streams of the threads wait
+        self._placings = [_placing_for(decoder, segments) for _ in range(workers)]
+        self._stats = [ReadStats(room=placing.room) for placing in self._placings]
+        self._source, self._timeline, self._patience = source, timeline, patience
+        self._layers = iter(range(decoder.stored_layers))  # which the threads share
         self._ready = [threading.Event() for _ in range(decoder.stored_layers)]
-        self._placed: dict[int, tuple[Placing, int]] = {}
+        self._placed: dict[int, torch.cuda.Event] = {}
         self._error: BaseException | None = None
-        self._stop = self._given_up = False
-        self._left: Iterator[int] = iter(range(decoder.stored_layers))
-        self._turn, self._making = threading.Lock(), threading.Lock()
-        self._made: RopeTables | None = None
-        count = min(workers or default_workers(), decoder.stored_layers) if self._segments else 1
-        self._rotation = self._shared() if decoder.device.startswith("cuda") and self._segments else None
-        self._workers = [_Worker(_placing_for(decoder, self._segments)) for _ in range(count)]
-        names = ["kvtool-loader", *(f"kvtool-loader-{number}" for number in range(1, count))]
+        self._stopped = self._given_up = False
+        names = ["kvtool-loader", *(f"kvtool-loader-{number}" for number in range(1, workers))]
         self._threads = [
-            threading.Thread(target=self._run, args=(worker,), name=name, daemon=True)
-            for worker, name in zip(self._workers, names, strict=True)
+            threading.Thread(target=self._run, args=worker, name=name, daemon=True)
+            for *worker, name in zip(self._placings, self._stats, names, strict=True)
         ]
 
-    def __enter__(self) -> Loader:
-        self.is_placed = not self._segments or self._place_held()
-        if self.is_placed:
-            self._set_ready()
-        else:
-            for thread in self._threads:
-                thread.start()
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._stop = True
+        self._stopped = True
         self._given_up = error is not None
         # A thread in the middle of a slow read ends after it; the buffers it fills are given up.
         slow = isinstance(error, RecordMissing) and error.stored
-        for thread, worker in zip(self._threads, self._workers, strict=True):
-            if not slow and thread.ident is not None:
+        for thread, placing in zip(self._threads, self._placings, strict=True):
+            if not slow:
                 thread.join()
             if self._given_up and not thread.is_alive():
-                worker.placing.finish()
+                placing.finish()
         if not self._given_up:
-            for placing, mark in self._placed.values():  # then nothing that was read is needed any more
-                placing.wait(mark)
-
-    @property
-    def stats(self) -> ReadStats:
-        return ReadStats(
-            bytes_read=sum(worker.stats.bytes_read for worker in self._workers),
-            read_s=sum(worker.stats.read_s for worker in self._workers),
-            decode_s=sum(worker.stats.decode_s for worker in self._workers),
-        )
-
-    def placing_s(self) -> tuple[float, float]:
-        spent = [worker.placing.seconds() for worker in self._workers]
-        return sum(upload for upload, _ in spent), sum(rotate for _, rotate in spent)
+            for event in self._placed.values():  # then nothing that was read is needed any more
+                event.wait()
 
     def wait(self, layer: int, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Wait until `layer` is in the buffers, and call `meanwhile` now and then. Raises a loading thread's error."""
         if not self._ready[layer].is_set():
             started = time.perf_counter()
             while not self._ready[layer].wait(_LOOKS):
@@ -110,96 +192,43 @@ class Loader:
             self.waited_s += add_span(self._timeline, "wait", started, layer=layer)
         if self._error is not None:
             raise self._error
-        if layer in self._placed:
-            placing, mark = self._placed.pop(layer)
-            placing.wait(mark)
+        if (event := self._placed.pop(layer, None)) is not None:
+            event.wait()
 
     def _give_up_slow(self) -> None:
         """Raise RecordMissing if reading a record exceeds the patience; decoding may take longer."""
         now = time.perf_counter()
-        for worker in self._workers:
-            reading = worker.stats.reading
+        for reading in (stats.reading for stats in self._stats):
             if self._patience is not None and reading is not None and now - reading[1] >= self._patience:
                 raise RecordMissing(reading[0], f"slow: not read within {self._patience:g} s", stored=True)
 
-    def _run(self, worker: _Worker) -> None:
+    def _run(self, placing: Placing, stats: ReadStats) -> None:
         try:
-            with torch.inference_mode(), worker.placing.at_work():
-                rotation = self._rotation or KeyRotation(self._decoder.rotary, self.table)
-                while not self._stop and self._error is None and (layer := self._next()) is not None:
-                    self._load(layer, rotation, worker)
+            with torch.inference_mode(), placing.at_work():
+                for layer in self._layers:
+                    self.load(layer, placing, stats)
                     self._ready[layer].set()
+                    if self._stopped or self._error is not None:
+                        break
         except BaseException as error:  # handed to the thread that waits
             self._error = error
-            self._set_ready()
+            for ready in self._ready:
+                ready.set()
         if self._given_up:
-            worker.placing.finish()
+            placing.finish()
 
-    @torch.inference_mode()
-    def _place_held(self) -> bool:
-        """Place all layers at once if the chunk cache holds them on the device; return whether it did. A thread would
-        only compete with this one, for work that ends before the first layer has computed."""
-        if self._rotation is None or not self._rotation.in_one_launch or not isinstance(self._source, ChunkCache):
-            return False
-        layers = self._source.whole(self._segments, len(self._ready))
-        placing = self._workers[0].placing
-        if layers is None or not isinstance(placing, CudaPlacing):
-            return False
+    def load(self, layer: int, placing: Placing, stats: ReadStats) -> None:
+        """Read one layer and place it, in a thread."""
         started = time.perf_counter()
-        layers = [[_part(*pair) for pair in zip(self._segments, kvs, strict=True)] for kvs in layers]
-        if not placing.place_held(self._segments, layers, self._cache.buffers, self._rotation):
-            return False
-        add_span(self._timeline, "place", started)
-        return True
-
-    def _set_ready(self) -> None:
-        for ready in self._ready:
-            ready.set()
-
-    def _next(self) -> int | None:
-        with self._turn:
-            return next(self._left, None)
-
-    @torch.inference_mode()
-    def _shared(self) -> KeyRotation:
-        """Make one rotation for all threads of a GPU: each of its launches would cost every thread as much again. The
-        compute stream makes it, and the streams of the threads wait for that first."""
-        return KeyRotation(self._decoder.rotary, self.table, self._decoder.rotary.by_kernel)
-
-    @property
-    def table(self) -> RopeTables:
-        with self._making:
-            if self._made is None:
-                self._made = self._table()
-            return self._made
-
-    def _table(self) -> RopeTables:
-        stop, device = max((segment.stop for segment in self._segments), default=0), self._decoder.device
-        moved = [one for one in self._segments if one.position != one.start or one.kept is not None]
-        if not moved:
-            return self._decoder.rotary.table(torch.arange(stop, device=device))
-        positions = torch.arange(stop)
-        for segment in moved:
-            positions[segment.start : segment.stop] = torch.tensor(segment.positions)
-        return self._decoder.rotary.table(positions.to(device))
-
-    def _load(self, layer: int, rotation: KeyRotation, worker: _Worker) -> None:
-        segments, started = self._segments, time.perf_counter()
-        read = self._source.read(segments, layer, worker.stats)
-        layers = [_part(segment, kv) for segment, kv in zip(segments, read, strict=True)]
+        layers = [*map(_part, self.segments, self._source.read(self.segments, layer, stats))]
         add_span(self._timeline, "read and decode", started, layer=layer)
-        if self._stop:
+        if self._stopped:
             return
         started = time.perf_counter()
-        mark = worker.placing.place(segments, layers, self._cache.buffers[layer], rotation, layer)
-        self._placed[layer] = worker.placing, mark
+        event = placing.place(self.segments, layers, self.cache.buffers[layer], self.table, layer)
+        if event is not None:
+            self._placed[layer] = event
         add_span(self._timeline, "upload and rotate", started, layer=layer)
-
-
-class _Worker:
-    def __init__(self, placing: Placing) -> None:
-        self.placing = placing
-        self.stats = ReadStats(room=placing.room)
 
 
 def _part(segment: Segment, kv: LayerKV) -> LayerKV:
@@ -214,5 +243,8 @@ def _placing_for(decoder: Decoder, segments: Sequence[Segment]) -> Placing:
     widest = max(shape.numbers for shape in decoder.shapes)
     layer_bytes = widest * decoder.kv_dtype.itemsize * tokens + _ENVELOPE_BYTES * len(segments)
     if not decoder.device.startswith("cuda"):
-        return Placing(layer_bytes)
-    return CudaPlacing(torch.cuda.current_stream(decoder.device), layer_bytes)
+        return Placing(decoder.rotary, layer_bytes)
+    compute = torch.cuda.current_stream(decoder.device)
+    stream = torch.cuda.Stream(compute.device)
+    stream.wait_stream(compute)
+    return CudaPlacing(decoder.rotary, layer_bytes, stream)

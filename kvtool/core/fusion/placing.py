@@ -8,11 +8,11 @@ one copy with the table that says where each one is; one launch rotates the keys
 from __future__ import annotations
 
 import contextlib
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property, partial
 from typing import TypeAlias
 
 import numpy as np
@@ -24,27 +24,7 @@ from kvtool.core.kernels import rope_triton
 from kvtool.core.kernels.rope import RopeTables
 from kvtool.core.kernels.rope_triton import Piece, Side
 from kvtool.core.model.prompt_cache import BufferLayer
-from kvtool.core.model.rope import Copy, Rotary
-
-
-@dataclass(frozen=True)
-class KeyRotation:
-    """Rotation of a prompt's keys. `table`: cos and sin of all places of the prompt up to the last cached one.
-    `in_one_launch`: one GPU kernel rotates and scatters keys (`Rotary.by_kernel`)."""
-
-    rotary: Rotary
-    table: RopeTables
-    in_one_launch: bool = False
-
-    def __call__(self, turns: Sequence[tuple[Copy, int]], beside: Sequence[Copy], layer: int) -> None:
-        placed = [(out, keys, self.table[start : start + out.shape[2]]) for (out, keys), start in turns]
-        self.rotary.place(placed, beside, layer)
-
-    @cached_property
-    def flat(self) -> tuple[torch.Tensor, torch.Tensor]:
-        (cos_sin,) = self.table.by_name.values()
-        return cos_sin.cos[0], cos_sin.sin[0]
-
+from kvtool.core.model.rope import Copy, RopeJob, Rotary
 
 _ALIGN = 64
 _LEAST, _MOST = 2**16, 2**25  # bytes of a block, unless a record is larger: pinned memory comes in powers of two
@@ -65,35 +45,36 @@ class _Block:
 
 class LayerMemory:
     """A bump allocator for a layer's records, of about `size` bytes; the next layer takes the same memory, without the
-    faults of new pages. `pinned`: a copy for each block uploads it to a GPU."""
+    faults of new pages. `pinned`: a copy for each block uploads it to a GPU. `read`: further tensors that the GPU reads
+    until it has `placed` the layer."""
 
     def __init__(self, size: int, pinned: bool = False) -> None:
         self._size, self._pinned = min(size, _MOST), pinned
         self._blocks: list[_Block] = []
         self._current = 0
+        self.placed: torch.cuda.Event | None = None
+        self.read: Sequence[LayerKV] = ()
 
-    def room(self, size: int) -> memoryview:
-        """Allocate private, writable memory on a 64-byte boundary, valid until `clear`."""
-        return self._room(size, self._size)
-
-    def small(self, size: int) -> memoryview:
-        return self._room(size, _LEAST)
-
-    def _room(self, size: int, block_size: int) -> memoryview:
+    def room(self, size: int, block_size: int | None = None) -> memoryview:
+        """Allocate private, writable memory on a 64-byte boundary, valid until `clear`; in a new block, of `block_size`
+        bytes or more, if there is none."""
         while self._current < len(self._blocks):
             block = self._blocks[self._current]
             if block.used + size <= len(block.bytes):
                 break
             self._current += 1
         else:
-            block = _Block.of(max(size, block_size, 1), self._pinned)
+            block = _Block.of(max(size, self._size if block_size is None else block_size, 1), self._pinned)
             self._blocks.append(block)
         start = block.used
         block.used = min(len(block.bytes), -(-(start + size) // _ALIGN) * _ALIGN)
         return block.bytes[start : start + size]
 
     def clear(self) -> None:
-        self._current = 0
+        """Give all memory free, as soon as the layer is placed."""
+        if self.placed is not None:
+            self.placed.synchronize()
+        self.placed, self.read, self._current = None, (), 0
         for block in self._blocks:
             block.used = 0
 
@@ -117,12 +98,12 @@ class LayerMemory:
 
 
 class Placing:
-    """Places a layer's un-rotated keys and values into the prompt's buffers in main memory, and rotates the keys once.
-    Each belongs to one thread. `layer_bytes`: expected of a layer's records."""
+    """Places layers' un-rotated keys and values in the prompt's buffers in main memory, and rotates the keys once. Each
+    belongs to one thread. `layer_bytes`: expected of a layer's records."""
 
-    def __init__(self, layer_bytes: int) -> None:
+    def __init__(self, rotary: Rotary, layer_bytes: int) -> None:
         self.upload_s = self.rotate_s = 0.0
-        self._memory = LayerMemory(layer_bytes)
+        self._rotary, self._memory = rotary, LayerMemory(layer_bytes)
 
     def seconds(self) -> tuple[float, float]:
         return self.upload_s, self.rotate_s
@@ -135,29 +116,21 @@ class Placing:
         return self._memory.room(size)
 
     def place(
-        self,
-        segments: Sequence[Segment],
-        layers: Sequence[LayerKV],
-        buffer: BufferLayer,
-        rotation: KeyRotation,
-        layer: int,
-    ) -> int:
-        """Place one layer, `layers` by segment, in one pass over its keys and values. Returns a mark for `wait`."""
-        began = time.perf_counter()
-        spans = [slice(segment.start, segment.stop) for segment in segments]
-        turns = [
-            ((buffer.keys[:, :, span], keys[None]), span.start) for span, (keys, _) in zip(spans, layers, strict=True)
-        ]
-        beside = [(buffer.values[:, :, span], values[None]) for span, (_, values) in zip(spans, layers, strict=True)]
+        self, segments: Sequence[Segment], layers: Sequence[LayerKV], buffer: BufferLayer, table: RopeTables, layer: int
+    ) -> torch.cuda.Event | None:
+        """Place one layer, `layers` by segment, in one pass over its keys and values. `table`: RoPE of all places up to
+        the last one. Returns the event that a stream must wait for before it reads the layer."""
         started = time.perf_counter()
-        rotation(turns, beside, layer)
+        jobs: list[RopeJob] = []
+        copies: list[Copy] = []
+        for segment, (keys, values) in zip(segments, layers, strict=True):
+            span = slice(segment.start, segment.stop)
+            jobs.append((buffer.keys[:, :, span], keys[None], table[span]))
+            copies.append((buffer.values[:, :, span], values[None]))
+        self._rotary.place(jobs, copies, layer)
         self._memory.clear()
         self.rotate_s += time.perf_counter() - started
-        self.upload_s += started - began
-        return 0
-
-    def wait(self, mark: int) -> None:
-        """Let the calling thread's computations wait until the marked layer is placed."""
+        return None
 
     def finish(self) -> None:
         """Wait until no source tensor is read any more."""
@@ -166,176 +139,120 @@ class Placing:
 Moments: TypeAlias = "tuple[torch.cuda.Event, torch.cuda.Event, torch.cuda.Event]"  # begun, uploaded, placed
 
 
-def _between_s(begun: torch.cuda.Event, ended: torch.cuda.Event) -> float:
-    ended.synchronize()
-    return float(begun.elapsed_time(ended)) / 1e3
-
-
-@dataclass(slots=True)
-class _InFlight:
-    """A layer until the stream has placed it. `read`: tensors that the stream reads."""
-
-    staging: LayerMemory
-    placed: torch.cuda.Event | None = None
-    read: Sequence[LayerKV] = ()
-
-    def free(self) -> None:
-        if self.placed is not None:
-            self.placed.synchronize()
-        self.placed, self.read = None, ()
-        self.staging.clear()
-
-
 class CudaPlacing(Placing):
-    """Places into buffers on a GPU, which were made and will be read in the stream `compute`. While one layer is
-    uploaded, the next is read into another buffer."""
+    """Places into buffers on a GPU, in `stream`. While one layer is uploaded, the next is read into another buffer."""
 
-    def __init__(self, compute: torch.cuda.Stream, layer_bytes: int) -> None:
-        super().__init__(layer_bytes)
-        self._compute = compute
-        self._stream = torch.cuda.Stream(compute.device)
-        self._stream.wait_stream(compute)
-        self._in_flight = [_InFlight(LayerMemory(layer_bytes, pinned=True)) for _ in range(2)]
+    def __init__(self, rotary: Rotary, layer_bytes: int, stream: torch.cuda.Stream) -> None:
+        super().__init__(rotary, layer_bytes)
+        self._stream, self._by_kernel = stream, rotary.by_kernel
+        self._memories = [LayerMemory(layer_bytes, pinned=True) for _ in range(2)]
         self._moments: list[Moments] = []
 
     def seconds(self) -> tuple[float, float]:
         """The device's seconds between events; staging in the thread counts as copying."""
-        uploads = sum(_between_s(begun, uploaded) for begun, uploaded, _ in self._moments)
-        return self.upload_s + uploads, sum(_between_s(uploaded, placed) for _, uploaded, placed in self._moments)
+        for *_, placed in self._moments:
+            placed.synchronize()
+        uploads = sum(begun.elapsed_time(uploaded) for begun, uploaded, _ in self._moments)
+        return self.upload_s + uploads / 1e3, sum(up.elapsed_time(placed) for _, up, placed in self._moments) / 1e3
 
     def at_work(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream)
 
     def room(self, size: int) -> memoryview:
         """Allocate pinned memory, that of the layer before the last."""
-        return self._next().staging.room(size)
+        return self._staging().room(size)
 
-    def _next(self) -> _InFlight:
-        flight = self._in_flight[0]
-        if flight.placed is not None:
-            flight.free()
-        return flight
+    def _staging(self) -> LayerMemory:
+        if self._memories[0].placed is not None:
+            self._memories[0].clear()
+        return self._memories[0]
 
     def place(
-        self,
-        segments: Sequence[Segment],
-        layers: Sequence[LayerKV],
-        buffer: BufferLayer,
-        rotation: KeyRotation,
-        layer: int,
-    ) -> int:
+        self, segments: Sequence[Segment], layers: Sequence[LayerKV], buffer: BufferLayer, table: RopeTables, layer: int
+    ) -> torch.cuda.Event:
         started = time.perf_counter()
-        flight = self._next()
-        layers = _staged(layers, flight.staging)
+        layers = _staged(layers, staging := self._staging())
         if all(side.is_cuda for kv in layers for side in kv):
-            flight.staging.clear()  # these records were decoded on the device
-        if rotation.in_one_launch and all(_fits(each, buffer) for each in layers):
-            turns = rotation.flat if rotation.rotary.rotates(layer) else None
-            moments = self._launch(segments, layers, buffer, turns, flight.staging)
+            staging.clear()  # these records were decoded on the device
+        if self._by_kernel and fits(layers, buffer):
+            moments = self._launch(segments, [layers], [buffer], table, layer)
         else:
-            moments = self._put(segments, layers, buffer, partial(rotation, layer=layer), flight.staging)
-        flight.read, flight.placed = layers, moments[2]
-        self._in_flight.reverse()
-        self._moments.append(moments)
-        self.upload_s += time.perf_counter() - started
-        return len(self._moments) - 1
+            moments = self._put(segments, layers, buffer, table, layer)
+        return self._placed(started, layers, moments)
 
-    def place_held(
+    def place_all(
         self,
         segments: Sequence[Segment],
         layers: Sequence[Sequence[LayerKV]],
         buffers: Sequence[BufferLayer],
-        rotation: KeyRotation,
-    ) -> bool:
-        """Place all layers held on the device, in the compute stream. False: nothing is, one needs more launches."""
-        if not all(_fits(kv, buffer) for kvs, buffer in zip(layers, buffers, strict=True) for kv in kvs):
-            return False
+        table: RopeTables,
+    ) -> None:
+        """Place all layers, which are on the device and fit, with one table for all launches."""
         started = time.perf_counter()
-        self._in_flight[0].read = [kv for kvs in layers for kv in kvs]  # until it is waited for
-        table = rope_triton.described(
-            [
-                Piece(Side.of(keys), Side.of(values), segment.start, segment.stop - segment.start)
-                for kvs in layers
-                for segment, (keys, values) in zip(segments, kvs, strict=True)
-            ]
-        )
-        there = torch.from_numpy(table).to(buffers[0].keys.device, non_blocking=True)
-        begun, uploaded, placed = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-        begun.record(self._compute)
-        uploaded.record(self._compute)
-        for layer, buffer in enumerate(buffers):
-            cos, sin = rotation.flat if rotation.rotary.rotates(layer) else (None, None)
-            some = slice(layer * len(segments), (layer + 1) * len(segments))
-            rope_triton.place(table[some], there[some], buffer.keys, buffer.values, cos, sin)
-        placed.record(self._compute)
-        self._in_flight[0].placed = placed
-        self._moments.append((begun, uploaded, placed))
-        self.upload_s += time.perf_counter() - started
-        return True
+        self._placed(started, [kv for kvs in layers for kv in kvs], self._launch(segments, layers, buffers, table))
 
-    def wait(self, mark: int) -> None:
-        self._moments[mark][2].wait()
+    def _placed(self, started: float, read: Sequence[LayerKV], moments: Moments) -> torch.cuda.Event:
+        self._memories[0].read, self._memories[0].placed = read, moments[2]
+        self._memories.reverse()
+        self._moments.append(moments)
+        self.upload_s += time.perf_counter() - started
+        return moments[2]
 
     def finish(self) -> None:
-        for flight in self._in_flight:
-            flight.free()
+        for memory in self._memories:
+            memory.clear()
 
     def _launch(
         self,
         segments: Sequence[Segment],
-        layers: Sequence[LayerKV],
-        buffer: BufferLayer,
-        turns: tuple[torch.Tensor, torch.Tensor] | None,
-        staging: LayerMemory,
+        layers: Sequence[Sequence[LayerKV]],
+        buffers: Sequence[BufferLayer],
+        table: RopeTables,
+        first: int = 0,
     ) -> Moments:
-        table = np.frombuffer(staging.small(8 * rope_triton.FIELDS * len(layers)), np.int64)
-        targets = staging.targets(buffer.keys.device)
+        """Place layers from `first` on, in one launch each; their records and the pieces' table cross in one copy."""
+        staging = self._memories[0]
+        shape = len(layers), len(segments), rope_triton.FIELDS
+        rows = np.frombuffer(staging.room(8 * math.prod(shape), _LEAST), np.int64).reshape(shape)
+        targets = staging.targets(buffers[0].keys.device)
         addresses = [target.data_ptr() for target in targets]
 
         def side(numbers: torch.Tensor) -> Side:
-            found = None if numbers.is_cuda else staging.find(numbers.data_ptr())
-            return Side.of(numbers, None if found is None else addresses[found[0]] + found[1])
+            block = None if numbers.is_cuda else staging.find(numbers.data_ptr())
+            return Side.of(numbers, None if block is None else addresses[block[0]] + block[1])
 
         pieces = [
             Piece(side(keys), side(values), segment.start, segment.stop - segment.start)
-            for segment, (keys, values) in zip(segments, layers, strict=True)
+            for kvs in layers
+            for segment, (keys, values) in zip(segments, kvs, strict=True)
         ]
-        table[:] = rope_triton.described(pieces).reshape(-1)
+        rows[:] = rope_triton.described(pieces).reshape(shape)
         begun = self._now()
         staging.upload(targets)
         uploaded = self._now()
-        found = staging.find(table.ctypes.data)
-        assert found is not None
-        there = targets[found[0]][found[1] : found[1] + table.nbytes]
-        cos, sin = turns or (None, None)
-        rope_triton.place(
-            table.reshape(-1, rope_triton.FIELDS), there.view(torch.int64), buffer.keys, buffer.values, cos, sin
-        )
+        (angles,) = table.by_name.values()
+        turns = angles.cos[0], angles.sin[0]
+        there = _there(torch.from_numpy(rows), staging, targets).unbind()
+        for number, buffer in enumerate(buffers):
+            cos, sin = turns if self._rotary.rotates(first + number) else (None, None)
+            rope_triton.place(rows[number], there[number], buffer.keys, buffer.values, cos, sin)
         return begun, uploaded, self._now()
 
     def _put(
-        self,
-        segments: Sequence[Segment],
-        layers: Sequence[LayerKV],
-        buffer: BufferLayer,
-        rotate: Callable[[Sequence[tuple[Copy, int]], Sequence[Copy]], None],
-        staging: LayerMemory,
+        self, segments: Sequence[Segment], layers: Sequence[LayerKV], buffer: BufferLayer, table: RopeTables, layer: int
     ) -> Moments:
         """Place a layer by torch's operations; keys of neighbouring segments are rotated in one call."""
-        begun = self._now()
+        staging, begun = self._memories[0], self._now()
         targets = staging.targets(buffer.keys.device)
         staging.upload(targets)
         uploaded = self._now()
-        runs: list[tuple[int, int]] = []
+        runs: list[slice] = []
         for segment, (keys, values) in zip(segments, layers, strict=True):
             buffer.keys[0, :, segment.start : segment.stop].copy_(_there(keys, staging, targets))
             buffer.values[0, :, segment.start : segment.stop].copy_(_there(values, staging, targets))
-            if runs and runs[-1][1] == segment.start:
-                runs[-1] = (runs[-1][0], segment.stop)
-            else:
-                runs.append((segment.start, segment.stop))
-        spans = [(buffer.keys[:, :, start:stop], start) for start, stop in runs]
-        rotate([((span, span), start) for span, start in spans], [])
+            start = runs.pop().start if runs and runs[-1].stop == segment.start else segment.start
+            runs.append(slice(start, segment.stop))
+        self._rotary.place([(buffer.keys[:, :, run], buffer.keys[:, :, run], table[run]) for run in runs], [], layer)
         return begun, uploaded, self._now()
 
     def _now(self) -> torch.cuda.Event:
@@ -344,37 +261,33 @@ class CudaPlacing(Placing):
         return moment
 
 
+def fits(layers: Sequence[LayerKV], buffer: BufferLayer) -> bool:
+    """Tell whether one launch can place a layer's keys and values."""
+    sides = ((side, there) for kv in layers for side, there in zip(kv, (buffer.keys, buffer.values), strict=True))
+    return all(rope_triton.fits(side, there) for side, there in sides)
+
+
 def _staged(layers: Sequence[LayerKV], staging: LayerMemory) -> Sequence[LayerKV]:
-    """Return the layers on the device or in pinned memory; those in other memory are copied there, end to end."""
+    """Copy layers that are neither on the device nor in pinned memory to pinned memory, end to end."""
     strays = [layer for layer in layers if not all(side.is_cuda or staging.find(side.data_ptr()) for side in layer)]
     if not strays:
         return layers
-    sides = [keys for keys, _ in strays], [values for _, values in strays]
-    size = sum(side.nbytes for layer in strays for side in layer)
-    room = torch.frombuffer(staging.room(size), dtype=strays[0][0].dtype)
-    places = room.split([sum(side.numel() for side in some) for some in sides])
-    brought = iter(zip(*(_end_to_end(*pair) for pair in zip(sides, places, strict=True)), strict=True))
-    return [layer if all(layer is not stray for stray in strays) else next(brought) for layer in layers]
-
-
-def _end_to_end(some: Sequence[torch.Tensor], room: torch.Tensor) -> Sequence[torch.Tensor]:
-    sizes, (heads, _, head_dim) = [side.shape[1] for side in some], some[0].shape
-    whole = room.view(heads, sum(sizes), head_dim)
-    torch.cat(list(some), 1, out=whole)
-    split: Sequence[torch.Tensor] = whole.split(sizes, 1)
-    return split
-
-
-def _fits(layer: LayerKV, buffer: BufferLayer) -> bool:
-    keys, values = layer
-    return rope_triton.fits(keys, buffer.keys) and rope_triton.fits(values, buffer.values)
+    sizes, staged = [keys.shape[1] for keys, _ in strays], []
+    for sides in zip(*strays, strict=True):
+        heads, _, head_dim = sides[0].shape
+        memory = staging.room(sum(side.nbytes for side in sides))
+        joined = torch.frombuffer(memory, dtype=sides[0].dtype).view(heads, sum(sizes), head_dim)
+        torch.cat(sides, 1, out=joined)
+        staged.append(joined.split(sizes, 1))
+    pairs = zip(*staged, strict=True)
+    return [next(pairs) if any(layer is stray for stray in strays) else layer for layer in layers]
 
 
 def _there(numbers: torch.Tensor, staging: LayerMemory, targets: Sequence[torch.Tensor]) -> torch.Tensor:
-    found = None if numbers.is_cuda else staging.find(numbers.data_ptr())
-    if found is None:
+    """The copy on the device of numbers in pinned memory; other numbers are there."""
+    block = None if numbers.is_cuda else staging.find(numbers.data_ptr())
+    if block is None:
         return numbers
-    block, start = found
-    whole = targets[block][start:]
-    whole = whole[: len(whole) // numbers.itemsize * numbers.itemsize].view(numbers.dtype)
+    target, start = targets[block[0]], block[1]
+    whole = target[start : len(target) - (len(target) - start) % numbers.itemsize].view(numbers.dtype)
     return whole.as_strided(numbers.shape, numbers.stride())

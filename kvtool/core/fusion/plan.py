@@ -46,10 +46,6 @@ class Candidate:
     part: Part | None = None
 
     @property
-    def stored_tokens(self) -> int:
-        return len(self.ids) if self.part is None else self.part.of
-
-    @property
     def rows(self) -> Sequence[int]:
         return range(len(self.ids)) if self.kept is None else self.kept
 
@@ -182,16 +178,16 @@ class Plan:
 def with_stored_rows(store: RecordReader, candidates: Sequence[Candidate]) -> list[Candidate]:
     """Add to candidates which of their rows are stored at their level; an unreadable one becomes a hole. Only of a
     level that drops rows is a record read, that of the first layer."""
-    made = list(candidates)
-    for level in {one.level for one in candidates if one.level is not None}:
-        numbers = [number for number, one in enumerate(made) if one.level == level]
-        found = kept_rows(store, [made[number].chunk_id for number in numbers], level)
-        for number, rows in zip(numbers, found, strict=True):
+    with_rows = list(candidates)
+    for level in {candidate.level for candidate in candidates if candidate.level is not None}:
+        numbers = [number for number, candidate in enumerate(candidates) if candidate.level == level]
+        stored = kept_rows(store, [candidates[number].chunk_id for number in numbers], level)
+        for number, rows in zip(numbers, stored, strict=True):
             if isinstance(rows, Unusable):
-                made[number] = replace(made[number], level=None, kept=None, reason=rows.reason)
+                with_rows[number] = replace(candidates[number], level=None, kept=None, reason=rows.reason)
             else:
-                made[number] = replace(made[number], kept=rows)
-    return made
+                with_rows[number] = replace(candidates[number], kept=rows)
+    return with_rows
 
 
 def build_plan(prefix: Candidate, chunks: Sequence[Candidate], question: Sequence[int]) -> Plan:
@@ -200,7 +196,11 @@ def build_plan(prefix: Candidate, chunks: Sequence[Candidate], question: Sequenc
     segments: list[Segment] = []
     before: list[int] = []
     for candidate in (prefix, *chunks):
-        segments.append(_place(candidate, before))
+        level, part = candidate.level, candidate.part
+        status: Status = "miss" if level is None else "hit"
+        if level is not None and candidate.lead_in == ids_digest(before) and level_of(level).lossless:
+            status = "exact" if part is None or part.first == 0 else "hit"
+        segments.append(Segment(candidate.ids, len(before), status, candidate, candidate.reason))
         before.extend(candidate.ids)
     segments.append(Segment(tuple(question), len(before), "fresh", Candidate(tuple(question))))
     return Plan(tuple(segments))
@@ -217,12 +217,3 @@ def as_resident(segments: Sequence[Segment], appended: Sequence[int] = ()) -> Ca
     there = [position for segment in segments for position in segment.positions]
     grown = range(len(ids), len(ids) + len(appended))
     return Candidate((*ids, *appended), kept=(*there, *grown) if len(there) < len(ids) else None)
-
-
-def _place(candidate: Candidate, before: list[int]) -> Segment:
-    status: Status = "hit"
-    if candidate.level is None:
-        status = "miss"
-    elif candidate.lead_in == ids_digest(before) and level_of(candidate.level).lossless:
-        status = "exact" if candidate.part is None or candidate.part.first == 0 else "hit"
-    return Segment(candidate.ids, len(before), status, candidate, candidate.reason)

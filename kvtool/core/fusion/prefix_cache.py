@@ -34,7 +34,6 @@ from kvtool.core.records.encode import check_float16_range
 
 ReadPart = Callable[[bytes, Place], memoryview]  # a stretch's id and a place -> its payload; raises DamagedError
 Parts = dict[Place, dict[str, torch.Tensor]]
-KEYS, VALUES = "keys", "values"
 _ALIGN = 64
 _LENGTH = 4
 _MOST_SIZES = 8
@@ -56,17 +55,8 @@ class StoredPrefix:
             usable = number if info.states else usable
         return usable
 
-    def has(self, number: int, with_states: bool) -> bool:
-        info = self.infos[number]
-        return info is not None and (bool(info.states) or not with_states)
-
-    def of(self, numbers: Sequence[int]) -> StoredPrefix:
-        return StoredPrefix(
-            tuple(self.ids[number] for number in numbers), tuple(self.infos[number] for number in numbers)
-        )
-
-    def without(self, number: int) -> StoredPrefix:
-        return replace(self, infos=(*self.infos[:number], None, *self.infos[number + 1 :]))
+    def first(self, count: int) -> StoredPrefix:
+        return StoredPrefix(self.ids[:count], self.infos[:count])
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +69,6 @@ class NewCheckpoint:
     parts: Parts
 
 
-def kept_size(parts: Parts, kept: torch.dtype) -> int:
-    return sum(
-        tensor.numel() * (kept if place[0] == "rows" else tensor.dtype).itemsize
-        for place, tensors in parts.items()
-        for tensor in tensors.values()
-    )
-
-
 def encoded(parts: Parts, kept: torch.dtype) -> Iterator[tuple[Place, bytes]]:
     """Encode the payloads of parts for a store of the format `kept`. Rows are rounded to that format, as those of
     chunks are. States are not: all that follows would lose what a state has lost (samples/results/speed.md). Raises
@@ -97,67 +79,50 @@ def encoded(parts: Parts, kept: torch.dtype) -> Iterator[tuple[Place, bytes]]:
         yield place, encode_part(stored)
 
 
-class CheckpointLoader:
-    def __init__(self, decoder: Decoder, cache: StateCache, read: ReadPart) -> None:
-        self._decoder, self._cache, self._read = decoder, cache, read
-        self.bytes_read = 0
-
-    def take(self, plan: Plan, found: StoredPrefix) -> int | None:
-        """Restore all usable checkpoints; return the number of a damaged one, or None."""
-        usable = found.usable
-        for number in range(usable):
-            info, segment = found.infos[number], plan.segments[number]
-            assert info is not None
-            try:
-                self.take_one(found.ids[number], info, segment, with_states=number == usable - 1)
-            except DamagedError:
-                return number
-        return None
-
-    def take_one(self, stretch: bytes, info: StretchInfo, segment: Segment, with_states: bool) -> None:
-        """Restore one checkpoint. Raises DamagedError."""
-        self._cache.set_length(segment.stop)
-        expected = {number for number, layer in enumerate(self._cache.buffers) if isinstance(layer, BufferLayer)}
-        states = {number for number, layer in enumerate(self._cache.buffers) if isinstance(layer, StateLayer)}
-        if {*info.rows} != expected or (with_states and {*info.states} != states) or info.tokens != len(segment.ids):
-            raise DamagedError("a state checkpoint of another model")
-        for layer in info.rows:
-            tensors = self._part(stretch, ("rows", layer))
-            buffer = self._cache.buffers[layer]
-            for name in (KEYS, VALUES):
-                there = getattr(buffer, name)[:, :, segment.start : segment.stop]
-                there.copy_(fitting(tensors.get(name), there))
-        for layer in info.states if with_states else ():
-            tensors = self._part(stretch, ("state", layer))
-            self._cache.buffers[layer].take(named_states(tensors, self._decoder, layer))
-
-    def _part(self, stretch: bytes, place: Place) -> dict[str, torch.Tensor]:
-        payload = self._read(stretch, place)
-        self.bytes_read += payload.nbytes
-        return decode_part(payload)
-
-
-def fitting(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    if tensor is None or tensor.shape != like.shape or not tensor.dtype.is_floating_point:
-        raise DamagedError("the rows of another model")
-    return tensor.to(like.dtype)
+def _restore(
+    decoder: Decoder, cache: StateCache, segment: Segment, found: StoredPrefix, number: int, read: ReadPart
+) -> int:
+    """Restore one checkpoint, with states if it is the last usable one; return the bytes read. Raises DamagedError."""
+    info = found.infos[number]
+    assert info is not None
+    rows, states = (
+        {at for at, layer in enumerate(cache.buffers) if isinstance(layer, kind)} for kind in (BufferLayer, StateLayer)
+    )
+    with_states = number == found.usable - 1
+    if {*info.rows} != rows or (with_states and {*info.states} != states) or info.tokens != len(segment.ids):
+        raise DamagedError("a state checkpoint of another model")
+    cache.set_length(segment.stop)
+    bytes_read = 0
+    for side, layer in info.places:
+        if side == "state" and not with_states:
+            continue
+        payload = read(found.ids[number], (side, layer))
+        bytes_read += payload.nbytes
+        tensors = decode_part(payload)
+        if side == "state":
+            cache.buffers[layer].take(named_states(tensors, decoder, layer))
+            continue
+        for name, there in _rows(cache.buffers[layer], segment).items():
+            stored = tensors.get(name)
+            if stored is None or stored.shape != there.shape or not stored.dtype.is_floating_point:
+                raise DamagedError("the rows of another model")
+            there.copy_(stored.to(there.dtype))
+    return bytes_read
 
 
 def named_states(tensors: dict[str, torch.Tensor], decoder: Decoder, layer: int) -> States:
     """Name the tensors of a part as a layer does, each in the format that the layer's own forward gives here. Raises
     DamagedError: they are another model's, or not finite, which would spoil all that follows."""
-    forms = decoder.state_forms[layer]
-    expected = {f"{what} {number}": (what, number) for what, number in forms}
-    if tensors.keys() != expected.keys():
+    forms, states = decoder.state_forms[layer], States()
+    if tensors.keys() != {f"{kind} {number}" for kind, number in forms}:
         raise DamagedError("the states of another model")
-    states = States()
-    for name, key in expected.items():
-        kind, sizes = forms[key]
-        if tensors[name].shape != sizes:
+    for (kind, number), (dtype, sizes) in forms.items():
+        tensor = tensors[f"{kind} {number}"]
+        if tensor.shape != sizes:
             raise DamagedError("the states of another model")
-        if tensors[name].numel() and not all(map(torch.isfinite, tensors[name].aminmax())):
+        if tensor.numel() and not all(map(torch.isfinite, tensor.aminmax())):
             raise DamagedError("a state whose numbers are not finite")
-        states[key] = tensors[name].to(decoder.device, kind)
+        states[kind, number] = tensor.to(decoder.device, dtype)
     return states
 
 
@@ -242,20 +207,23 @@ def fuse_prefix(
     while True:
         cache = decoder.new_cache(plan.length + reserve)
         assert isinstance(cache, StateCache)
-        loading = CheckpointLoader(decoder, cache, read)
-        started = time.perf_counter()
-        damaged = loading.take(plan, found)
-        if damaged is None:
+        started, bytes_read, number = time.perf_counter(), 0, 0
+        try:
+            for number in range(found.usable):
+                bytes_read += _restore(decoder, cache, plan.segments[number], found, number, read)
             break
-        found = found.without(damaged)
-        plan = plan.without(plan.segments[damaged], DAMAGED)
+        except DamagedError:
+            found = replace(found, infos=(*found.infos[:number], None, *found.infos[number + 1 :]))
+            plan = plan.without(plan.segments[number], DAMAGED)
     read_ms = add_span(timeline, "read states", started) * 1e3
     started = time.perf_counter()
-    plan = _as_reused(plan, found.usable)
+    reused = [replace(segment, status="exact", reason="") for segment in plan.segments[: found.usable]]
+    holes = [replace(segment, status="miss") for segment in plan.segments[found.usable : -1]]
+    plan = Plan((*reused, *holes, plan.segments[-1]))
     logits, new = _compute(decoder, plan, cache, found)
     cache.mark()
     took = add_span(timeline, "compute", started) * 1e3
-    fused = _fused(decoder, plan, selector, cache, logits, loading.bytes_read, (read_ms, took))
+    fused = _fused(decoder, plan, selector, cache, logits, bytes_read, (read_ms, took))
     return PrefixFused(fused, tuple(new), found.ids[: found.usable])
 
 
@@ -292,9 +260,17 @@ def _compute(
             logits = pass_of(decoder, ids, start, cache)
             start, ids = start + len(ids), []
         if number in ends:
-            states[number] = _copied(cache)
-    wanted = [number for number in range(found.usable, len(found.ids)) if not found.has(number, number in states)]
-    return logits, [_new(decoder, plan, found, number, cache, states.get(number, {})) for number in wanted]
+            states[number] = {
+                at: {name: tensor.to("cpu", copy=True) for name, tensor in layer.states().items()}
+                for at, layer in enumerate(cache.buffers)
+                if isinstance(layer, StateLayer)
+            }
+    new = []
+    for number in range(found.usable, len(found.ids)):
+        info = found.infos[number]
+        if info is None or (number in states and not info.states):
+            new.append(_new(decoder, plan, found.ids[number], number, cache, states.get(number, {})))
+    return logits, new
 
 
 def pass_of(decoder: Decoder, ids: Sequence[int], start: int, cache: StateCache) -> torch.Tensor:
@@ -304,51 +280,36 @@ def pass_of(decoder: Decoder, ids: Sequence[int], start: int, cache: StateCache)
     return decoder.compute(ids, QueryRows.of(torch.arange(start, stop), decoder.device), cache)[-1]
 
 
-def _copied(cache: StateCache) -> dict[int, States]:
-    return {
-        number: {name: tensor.to("cpu", copy=True) for name, tensor in layer.states().items()}
-        for number, layer in enumerate(cache.buffers)
-        if isinstance(layer, StateLayer)
-    }
-
-
 def _new(
-    decoder: Decoder, plan: Plan, found: StoredPrefix, number: int, cache: StateCache, states: dict[int, States]
+    decoder: Decoder, plan: Plan, stretch: bytes, number: int, cache: StateCache, states: dict[int, States]
 ) -> NewCheckpoint:
-    segment = plan.segments[number]
-    parts: Parts = dict(_rows(cache, segment))
-    for layer, held in states.items():
-        parts["state", layer] = {f"{what} {at}": one for (what, at), one in held.items()}
+    segment, parts = plan.segments[number], Parts()
+    for at, layer in enumerate(cache.buffers):
+        if isinstance(layer, BufferLayer):
+            parts["rows", at] = _rows(layer, segment)
+    for at, tensors in states.items():
+        parts["state", at] = {f"{kind} {count}": tensor for (kind, count), tensor in tensors.items()}
+    sizes = (
+        tensor.numel() * (decoder.kv_dtype if side == "rows" else tensor.dtype).itemsize
+        for (side, _), tensors in parts.items()
+        for tensor in tensors.values()
+    )
     chunks = [one.source.chunk_id for one in plan.segments[1 : number + 1] if one.source.chunk_id]
     info = StretchInfo(
         start=segment.start,
         tokens=len(segment.ids),
-        rows=tuple(sorted(layer for side, layer in parts if side == "rows")),
+        rows=tuple(at for side, at in parts if side == "rows"),
         states=tuple(sorted(states)),
         chunks=tuple(dict.fromkeys(chunks)),
         own=bool(plan.segments[0].source.chunk_id or not plan.segments[0].ids),
-        size=kept_size(parts, decoder.kv_dtype),
+        size=sum(sizes),
         arithmetic=decoder.loaded.arithmetic,
     )
-    return NewCheckpoint(found.ids[number], number, info, {place: parts[place] for place in info.places})
+    return NewCheckpoint(stretch, number, info, parts)
 
 
-def _rows(cache: StateCache, segment: Segment) -> Iterator[tuple[Place, dict[str, torch.Tensor]]]:
-    for number, layer in enumerate(cache.buffers):
-        if isinstance(layer, BufferLayer):
-            sides = {name: getattr(layer, name)[:, :, segment.start : segment.stop] for name in (KEYS, VALUES)}
-            yield ("rows", number), sides
-
-
-# ---- results as of other modes -----------------------------------------------------------------------------------
-
-
-def _as_reused(plan: Plan, usable: int) -> Plan:
-    context = [
-        replace(one, status="exact", reason="") if at < usable else replace(one, status="miss")
-        for at, one in enumerate(plan.segments[:-1])
-    ]
-    return Plan((*context, plan.segments[-1]))
+def _rows(layer: BufferLayer, segment: Segment) -> dict[str, torch.Tensor]:
+    return {side: getattr(layer, side)[:, :, segment.start : segment.stop] for side in ("keys", "values")}
 
 
 def _fused(

@@ -111,71 +111,76 @@ class Probes:
         return torch.from_numpy(numbers.clip(max=len(self.spans) - 1))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class _Chunks:
-    """The cached chunks of a plan. `spans`: places, int64 `[chunks, 2]`. `known`: sensitivities are stored, bool
-    `[chunks]`; without them rows would be shifted too far. `of_row`: each row's chunk, int64 `[length]`; 0 outside.
-    `hits`: rows that differ from full prefill, bool `[length]`. `sensitivity`: float32 `[length]`."""
+    """The cached chunks of a plan. `ranked`: sensitivities are stored, bool `[chunks]`; without them rows would be
+    shifted too far. `of_row`: each row's chunk, int64 `[length]`; 0 outside."""
 
-    spans: Numbers
-    known: Numbers
-    of_row: Numbers
-    hits: Numbers
-    sensitivity: Numbers
-
-    @classmethod
-    def of(cls, plan: Plan) -> _Chunks:
+    def __init__(self, plan: Plan) -> None:
         chunks = plan.cached_chunks
-        spans = np.array([(chunk.start, chunk.stop) for chunk in chunks], np.int64).reshape(-1, 2)
-        of_row = np.zeros(plan.length, np.int64)
-        for number, (start, stop) in enumerate(spans.tolist()):
-            of_row[start:stop] = number
-        known = np.array([bool(chunk.source.sensitivity) for chunk in chunks], np.bool_)
-        return cls(spans, known, of_row, plan.hit_rows().numpy(), plan.sensitivity().numpy())
+        self.spans = np.array([(chunk.start, chunk.stop) for chunk in chunks], np.int64).reshape(-1, 2)
+        self.ranked = np.array([bool(chunk.source.sensitivity) for chunk in chunks], np.bool_)
+        self.of_row = np.zeros(plan.length, np.int64)
+        for number, chunk in enumerate(chunks):
+            self.of_row[chunk.start : chunk.stop] = number
+        self.hits, self.sensitivity = plan.hit_rows().numpy(), plan.sensitivity().numpy()
 
     def summed(self, values: Numbers) -> Numbers:
         return np.bincount(self.of_row, values, len(self.spans))
 
-    def taking(self, computed: Numbers) -> tuple[Numbers, Numbers]:
-        """Find the chunks with enough computed rows (bool `[length]`) to shift the others, bool `[chunks]`, and the
-        factors of all rows, float32 `[length]`."""
+    def probes(self, rows: QueryRows, device: str) -> Probes | None:
+        """Find each chunk's probes among computed rows; None if no chunk has enough of them to shift other rows."""
+        computed = np.zeros(len(self.hits), np.bool_)
+        computed[rows.order] = True
         probes, reused = self.hits & computed, self.hits & ~computed
         counts = self.summed(probes)
-        shares = self._shares(self.summed(self.sensitivity * probes) / counts.clip(1))
-        some = self.known & (counts >= _FEWEST) & (self.summed(reused & (shares > 0)) > 0)
-        return some, np.where(reused & some[self.of_row], shares, np.float32(0))
+        # A row's share of its chunk's offset is its sensitivity divided by the probes' mean one. Probes are the tokens
+        # that change most: without the division the others would be shifted too far.
+        means = (self.summed(self.sensitivity * probes) / counts.clip(1)).astype(np.float32)[self.of_row]
+        shares = np.minimum(self.sensitivity / np.where(means > 0, means, 1), np.float32(_MOST))
+        shares = np.where(means > 0, shares, np.float32(1))
+        enough = self.ranked & (counts >= _FEWEST) & (self.summed(reused & (shares > 0)) > 0)
+        if not enough.any():
+            return None
+        factors = np.where(reused & enough[self.of_row], shares, np.float32(0))
+        return Probes(
+            rows=_moved((probes & enough[self.of_row]).nonzero()[0], device),
+            factors=_moved(factors, device),
+            spans=self.spans[enough],
+            counts=counts[enough].astype(np.int64),
+            reach=self.summed(np.square(factors))[enough],
+            shifted=factors.nonzero()[0],
+        )
 
-    def _shares(self, means: Numbers) -> Numbers:
-        """Divide each token's sensitivity by the probes' mean one: its share of its chunk's offset. Probes are the
-        tokens that change most; without this the others would be shifted too far."""
-        of_row = means.astype(np.float32)[self.of_row]
-        shares = np.minimum(self.sensitivity / np.where(of_row > 0, of_row, 1), np.float32(_MOST))
-        return np.where(of_row > 0, shares, np.float32(1))
+
+def _moved(numbers: Numbers, device: str) -> torch.Tensor:
+    return torch.from_numpy(numbers).to(device, non_blocking=True)
 
 
 class Shift:
     """The shift of a pass's reused rows, layer by layer; `probes` is None if nothing is shifted. That is so if rows of
     the prompt are not stored: a probe then changes also by what it no longer sees, a reused row does not."""
 
-    def __init__(self, decoder: Decoder, plan: Plan, cache: PromptCache, loader: Loader, wanted: bool) -> None:
+    def __init__(self, decoder: Decoder, plan: Plan, cache: PromptCache, loader: Loader, enabled: bool) -> None:
         self.decoder, self.plan, self.cache = decoder, plan, cache
-        self._wanted, self._loader = wanted and not plan.dropped, loader
+        self._enabled, self._loader = enabled and not plan.dropped and bool(plan.cached_chunks), loader
         self.probes: Probes | None = None
         self._steps: ShiftKernel | ShiftSteps | None = None
         self._refreshed: torch.Tensor | None = None
-        self._rows = plan.mask()
         self._by_layer: list[LayerShift] = []
 
     @property
     def done(self) -> Shifted:
-        return Shifted(self._rows, tuple(self._by_layer))
+        rows = self.plan.mask()
+        if self.probes is not None:
+            rows[self.probes.shifted] = True
+        return Shifted(rows, tuple(self._by_layer))
 
     def follow(self, rows: QueryRows, refreshed: torch.Tensor | None = None) -> None:
-        """Take the rows that are computed from the next layer on. `refreshed`: rows, bool `[length]`, whose keys and
+        """Set the rows that are computed from the next layer on. `refreshed`: rows, bool `[length]`, whose keys and
         values are new in the next layer, which drops them."""
-        if not self._wanted or not len(self._chunks.spans):
-            return
-        self.probes, self._steps, self._refreshed = self._probes_of(rows), None, refreshed
+        if self._enabled:
+            self.probes = self._chunks.probes(rows, self.decoder.device)
+            self._steps, self._refreshed = None, refreshed
 
     def before(self, layer: int) -> None:
         if self.probes is not None:
@@ -187,14 +192,14 @@ class Shift:
             return
         factors = None
         if self._refreshed is not None:
-            factors = probes.factors.masked_fill(self._to_device(self._refreshed), 0.0)
+            refreshed = self._refreshed.to(self.decoder.device, non_blocking=True)
+            factors = probes.factors.masked_fill(refreshed, 0.0)
             self._refreshed = None
         self._by_layer.append(LayerShift(*self._steps.add(layer, factors), probes))
 
     def set_done(self, changes: torch.Tensor, offsets: torch.Tensor) -> None:
         assert self.probes is not None
-        pairs = zip(changes.unbind(), offsets.unbind(), strict=True)
-        self._by_layer = [LayerShift(*pair, self.probes) for pair in pairs]
+        self._by_layer = [LayerShift(*sums, self.probes) for sums in zip(changes, offsets, strict=True)]
 
     def _steps_of(self, probes: Probes) -> ShiftKernel | ShiftSteps:
         """Choose machine code to shift these chunks; torch's operations if this machine has none."""
@@ -202,82 +207,55 @@ class Shift:
         if self.decoder.device == "cpu" and self.decoder.rotary.halves:
             back = table[probes.rows].inverse()
             spans = ShiftSpans(probes.spans, probes.counts, probes.rows, probes.factors, table, back)
-            kinds = self.decoder.kinds[: len(self._layers)]
-            kernel = shift_kernel(spans, self._layers, [kind.rotation for kind in kinds])
+            layers = [(buffer.keys[0], buffer.values[0]) for buffer in self.cache.buffers]
+            kernel = shift_kernel(spans, layers, [kind.rotation for kind in self.decoder.kinds[: len(layers)]])
         if kernel is not None:
             return kernel
-        weights, chunks = self._to_device(probes.weights), self._to_device(probes.chunks)
+        weights, chunks = (side.to(self.decoder.device, non_blocking=True) for side in (probes.weights, probes.chunks))
         return ShiftSteps(self.decoder.rotary, self.cache, table, probes.rows, weights, chunks, probes.factors)
 
     @cached_property
-    def _layers(self) -> list[LayerKV]:
-        return [(buffer.keys[0], buffer.values[0]) for buffer in self.cache.buffers]
-
-    @cached_property
     def _chunks(self) -> _Chunks:
-        return _Chunks.of(self.plan)
-
-    def _probes_of(self, rows: QueryRows) -> Probes | None:
-        """Find the probes of each chunk; None if no chunk has enough."""
-        computed, chunks = np.zeros(self.plan.length, np.bool_), self._chunks
-        computed[rows.order] = True
-        some, factors = chunks.taking(computed)
-        self._rows = torch.from_numpy(factors != 0)
-        if not some.any():
-            return None
-        probes = chunks.hits & computed & some[chunks.of_row]
-        places = self._to_device(torch.from_numpy(probes.nonzero()[0]))
-        return Probes(
-            rows=places,
-            factors=self._to_device(torch.from_numpy(factors)),
-            spans=chunks.spans[some],
-            counts=chunks.summed(probes)[some].astype(np.int64),
-            reach=chunks.summed(np.square(factors))[some],
-            shifted=factors.nonzero()[0],
-        )
-
-    def _to_device(self, values: torch.Tensor) -> torch.Tensor:
-        return values.to(self.decoder.device, non_blocking=True)
+        return _Chunks(self.plan)
 
 
+@dataclass(eq=False)
 class ShiftSteps:
     """The shift of one pass by torch's operations: `keep`, then `add`, layer by layer (`ShiftKernel`); nothing is read
     on the host. `table`: RoPE of the places up to the last shifted one. `rows`: the probes' places, int64 `[probes]`.
     `weights`: float32 `[chunks, probes]`, averages them. `chunks`, `factors`: each place's chunk, int64, and share,
     float32."""
 
-    def __init__(
-        self,
-        rotary: Rotary,
-        cache: PromptCache,
-        table: RopeTables,
-        rows: torch.Tensor,
-        weights: torch.Tensor,
-        chunks: torch.Tensor,
-        factors: torch.Tensor,
-    ) -> None:
-        self._rotary, self._cache, self._rows, self._weights = rotary, cache, rows, weights
-        places = min(len(table), len(chunks))
-        self._table, self._back = table[:places], table[rows].inverse()
-        self._chunks, self._factors = chunks[:places], factors[:places]
-        self._old: LayerKV | None = None
+    rotary: Rotary
+    cache: PromptCache
+    table: RopeTables
+    rows: torch.Tensor
+    weights: torch.Tensor
+    chunks: torch.Tensor
+    factors: torch.Tensor
+
+    def __post_init__(self) -> None:
+        places = min(len(self.table), len(self.chunks))
+        self.table, self.back = self.table[:places], self.table[self.rows].inverse()
+        self.chunks, self.factors = self.chunks[:places], self.factors[:places]
+        self.old: LayerKV | None = None
 
     def keep(self, layer: int) -> None:
-        self._old = rows_of(self._cache.buffers[layer], self._rows)
+        self.old = rows_of(self.cache.buffers[layer], self.rows)
 
     def add(self, layer: int, factors: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Add to each row its share (`factors` replace the given ones) of its chunk's offset, in float32, rounded once.
         Returns sums of squares of values: of all changes, `[]`, and of each chunk's offset, `[chunks, kv_heads]`."""
-        assert self._old is not None
-        buffer = self._cache.buffers[layer]
-        new = rows_of(buffer, self._rows)
-        keys, values = (now.float() - old.float() for now, old in zip(new, self._old, strict=True))
-        self._old = None
-        keys = self._rotary.rotate(keys[None], self._back, layer)[0]
-        offsets = self._weights @ keys, self._weights @ values
-        share = (self._factors if factors is None else factors[: len(self._factors)])[:, None]
-        more = [side[:, self._chunks] * share for side in offsets]
-        more[0] = self._rotary.rotate(more[0][None], self._table, layer)[0]
+        assert self.old is not None
+        buffer = self.cache.buffers[layer]
+        new = rows_of(buffer, self.rows)
+        keys, values = (now.float() - old.float() for now, old in zip(new, self.old, strict=True))
+        self.old = None
+        keys = self.rotary.rotate(keys[None], self.back, layer)[0]
+        offsets = self.weights @ keys, self.weights @ values
+        share = (self.factors if factors is None else factors[: len(self.factors)])[:, None]
+        more = [side[:, self.chunks] * share for side in offsets]
+        more[0] = self.rotary.rotate(more[0][None], self.table, layer)[0]
         for side, added in zip((buffer.keys, buffer.values), more, strict=True):
             rows = side[0, :, : added.shape[1]]
             rows.copy_(rows.float() + added)

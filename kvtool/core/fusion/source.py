@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -35,9 +36,7 @@ class RecordMissing(Exception):
         self, segment: Segment, reason: str, stored: bool = False, others: Sequence[tuple[Segment, str]] = ()
     ) -> None:
         super().__init__(reason)
-        self.segment = segment
-        self.reason = reason
-        self.stored = stored
+        self.segment, self.reason, self.stored = segment, reason, stored
         self.unusable = ((segment, reason), *others)
 
 
@@ -53,30 +52,37 @@ class ReadStats:
     reading: tuple[Segment, float] | None = None
 
 
-class KVSource(Protocol):
-    """Reads one layer's un-rotated keys and values `[kv_heads, tokens, head_dim]` of some segments."""
+class KVSource(ABC):
+    """A source of segments' un-rotated keys and values, `[kv_heads, tokens, head_dim]`."""
 
-    def read(self, segments: Sequence[Segment], layer: int, stats: ReadStats) -> list[LayerKV]: ...
+    @abstractmethod
+    def read(self, segments: Sequence[Segment], layer: int, stats: ReadStats) -> list[LayerKV]:
+        """Read one layer, by segment."""
+
+    def whole(self, segments: Sequence[Segment], layers: int) -> list[list[LayerKV]] | None:
+        """All layers of some segments, by layer; None if not all are held on a GPU."""
+        return None
 
 
 @dataclass(frozen=True)
-class StoreSource:
+class StoreSource(KVSource):
     store: RecordReader
     decoder: Decoder
     profiles: Profiles = no_profiles
 
     @cached_property
     def device(self) -> torch.device | None:
-        """The device on which a codec decodes: the model's if that is possible; None: main memory."""
+        """The device on which a codec decodes; None: main memory."""
         return torch.device(self.decoder.device) if decodes_there(self.decoder.device) else None
 
     def read(self, segments: Sequence[Segment], layer: int, stats: ReadStats) -> list[LayerKV]:
         by_start: dict[int, LayerKV] = {}
         for level in sorted({segment.source.level or RAW for segment in segments}):
-            some = [s for s in segments if (s.source.level or RAW) == level]
-            items = self._encoded(some, level, layer, stats)
+            same = [segment for segment in segments if (segment.source.level or RAW) == level]
+            items = self._encoded(same, level, layer, stats)
             started = time.perf_counter()
-            by_start.update(zip((s.start for s in some), self._decoded(some, items, level, layer), strict=True))
+            kvs = self._decoded(same, items, level, layer)
+            by_start |= zip((segment.start for segment in same), kvs, strict=True)
             stats.decode_s += time.perf_counter() - started
         return [by_start[segment.start] for segment in segments]
 
@@ -97,8 +103,10 @@ class StoreSource:
             stats.reading = segments[number], time.perf_counter()
 
         started = time.perf_counter()
-        chunk_ids = [segment.source.chunk_id for segment in segments]
-        shapes = [stored_shape(self.decoder.shapes[layer], segment.source.stored_tokens) for segment in segments]
+        sources = [segment.source for segment in segments]
+        tokens = [len(source.ids) if source.part is None else source.part.of for source in sources]
+        shapes = [stored_shape(self.decoder.shapes[layer], count) for count in tokens]
+        chunk_ids = [source.chunk_id for source in sources]
         # Only records that need no decoding are uploaded as their bytes are.
         room = stats.room if level_of(level).verbatim else aligned
         read = read_layer(self.store, chunk_ids, level, layer, shapes=shapes, before=before, allocate=room)
@@ -123,7 +131,7 @@ def _why_not(segment: Segment, item: Encoded | Unusable, level: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class MemorySource:
+class MemorySource(KVSource):
     chunks: dict[bytes, ChunkKV]
 
     def read(self, segments: Sequence[Segment], layer: int, stats: ReadStats) -> list[LayerKV]:
@@ -135,7 +143,7 @@ Key = tuple[bytes, str]  # chunk id, level
 Mark = Callable[[bytes, str, int], bytes | None]  # chunk id, level, layer
 
 
-class ChunkCache:
+class ChunkCache(KVSource):
     """An LRU cache of at most `limit` bytes of decoded, un-rotated layers, by chunk; threads may read at once. Entries
     may be evicted at any time, so keep a reference while a GPU stream reads one. `mark` identifies the stored record of
     a chunk, level and layer; :meth:`recheck` drops replaced ones. `device`: a GPU that holds entries as its memory
@@ -148,18 +156,10 @@ class ChunkCache:
         mark: Mark = lambda chunk_id, level, layer: None,
         device: torch.device | None = None,
     ) -> None:
-        self._inner = inner
-        self._limit = limit
-        self._mark = mark
-        self._device = device
-        self._marks: dict[Key, dict[int, bytes | None]] = {}
-        self._held: OrderedDict[Key, dict[int, LayerKV]] = OrderedDict()
-        self._bytes = 0
+        self._inner, self._limit, self._mark, self._device = inner, limit, mark, device
+        self._held: OrderedDict[Key, dict[int, tuple[LayerKV, bytes | None]]] = OrderedDict()  # by layer, with its mark
+        self.held_bytes = 0
         self._lock = threading.Lock()
-
-    @property
-    def held_bytes(self) -> int:
-        return self._bytes
 
     def holds(self, segment: Segment, layers: int) -> bool:
         with self._lock:
@@ -167,31 +167,30 @@ class ChunkCache:
 
     def read(self, segments: Sequence[Segment], layer: int, stats: ReadStats) -> list[LayerKV]:
         with self._lock:
-            found = [self._get(_key(segment), layer) for segment in segments]
-        missing = [number for number, kv in enumerate(found) if kv is None]
-        if missing:
-            wanted = [segments[number] for number in missing]
-            # Marks come first: a record that is replaced meanwhile is then dropped by `recheck`.
-            marks = [self._mark(*_key(segment), layer) for segment in wanted]
-            copies = self._copies(self._inner.read(wanted, layer, stats))
-            with self._lock:
-                for number, kv, mark in zip(missing, copies, marks, strict=True):
-                    found[number] = kv
-                    self._keep(_key(segments[number]), layer, kv, mark)
-        return [kv for kv in found if kv is not None]
+            kvs = [self._get(segment, layer) for segment in segments]
+        missing = [segment for segment, kv in zip(segments, kvs, strict=True) if kv is None]
+        # Marks come first: a record that is replaced meanwhile is then dropped by `recheck`.
+        marks = [self._mark(*_key(segment), layer) for segment in missing]
+        copies = self._copies(self._inner.read(missing, layer, stats)) if missing else []
+        with self._lock:
+            for segment, kv, mark in zip(missing, copies, marks, strict=True):
+                self._keep(segment, layer, kv, mark)
+        added = iter(copies)
+        return [next(added) if kv is None else kv for kv in kvs]
 
     def whole(self, segments: Sequence[Segment], layers: int) -> list[list[LayerKV]] | None:
-        """Return all layers of several segments, by layer; None if some are not held on a GPU."""
+        if self._device is None:
+            return None
         with self._lock:
-            found = [[self._get(_key(segment), layer) for segment in segments] for layer in range(layers)]
-        whole = [[kv for kv in kvs if kv is not None and kv[0].is_cuda] for kvs in found]
-        return whole if all(len(kvs) == len(segments) for kvs in whole) else None
+            kvs = [[self._get(segment, layer) for segment in segments] for layer in range(layers)]
+        whole = [[kv for kv in layer if kv is not None and kv[0].is_cuda] for layer in kvs]
+        return whole if all(len(layer) == len(segments) for layer in whole) else None
 
     def hold(self, segment: Segment, layers: Sequence[LayerKV]) -> None:
         copies = self._copies(layers)
         with self._lock:
             for layer, kv in enumerate(copies):
-                self._keep(_key(segment), layer, kv, None)
+                self._keep(segment, layer, kv, None)
 
     def forget(self, segment: Segment) -> None:
         with self._lock:
@@ -200,24 +199,21 @@ class ChunkCache:
     def recheck(self) -> None:
         """Drop chunks whose records have changed or gone; KV from another source has no record at first."""
         with self._lock:
-            for key in list(self._held):
-                marks = self._marks[key]
-                now = {layer: self._mark(*key, layer) for layer in marks}
-                if all(before in (None, now[layer]) for layer, before in marks.items()):
-                    self._marks[key] = now
+            for key, layers in list(self._held.items()):
+                marks = {layer: self._mark(*key, layer) for layer in layers}
+                if all(mark in (None, marks[layer]) for layer, (_, mark) in layers.items()):
+                    self._held[key] = {layer: (kv, marks[layer]) for layer, (kv, _) in layers.items()}
                 else:
                     self._drop(key)
 
     def _drop(self, key: Key) -> None:
-        self._marks.pop(key, None)
-        self._bytes -= sum(map(_size, self._held.pop(key, {}).values()))
+        self.held_bytes -= sum(_size(kv) for kv, _ in self._held.pop(key, {}).values())
 
-    def _get(self, key: Key, layer: int) -> LayerKV | None:
-        layers = self._held.get(key)
-        if layers is None:
-            return None
-        self._held.move_to_end(key)
-        return layers.get(layer)
+    def _get(self, segment: Segment, layer: int) -> LayerKV | None:
+        key = _key(segment)
+        if key in self._held:
+            self._held.move_to_end(key)
+        return self._held.get(key, {}).get(layer, (None,))[0]
 
     def _copies(self, kvs: Sequence[LayerKV]) -> list[LayerKV]:
         """Copy KV that is to be held: a view would retain its whole decoding buffer, or memory that is reused."""
@@ -235,13 +231,13 @@ class ChunkCache:
         except torch.OutOfMemoryError:
             return side.clone()
 
-    def _keep(self, key: Key, layer: int, kv: LayerKV, mark: bytes | None) -> None:
+    def _keep(self, segment: Segment, layer: int, kv: LayerKV, mark: bytes | None) -> None:
+        key = _key(segment)
         layers = self._held.setdefault(key, {})
         if layer not in layers:
-            layers[layer] = kv
-            self._bytes += _size(kv)
-            self._marks.setdefault(key, {})[layer] = mark
-        while self._bytes > self._limit:
+            layers[layer] = kv, mark
+            self.held_bytes += _size(kv)
+        while self.held_bytes > self._limit:
             self._drop(next(iter(self._held)))
 
 

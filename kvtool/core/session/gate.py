@@ -263,7 +263,7 @@ def cross_dtype_prefix(
 
     def check(made: Arithmetic, allowed: float) -> Compared | None:
         count = _made_prefix(segments, found, made)
-        some, read = found.of(range(count)), store.read_part
+        some, read = found.first(count), store.read_part
         return compare_prefix(decoder, segments[:count], some, made, read, allowed) if count else None
 
     makers = (info.arithmetic for info in found.infos[: found.usable] if info)

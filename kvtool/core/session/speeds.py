@@ -14,7 +14,7 @@ import torch
 from kvtool.core.common.machine import cores, cpu_name, is_busy
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.cost import MEMORY, LoadSpeed, PassSpeed, Speeds, fit, fit_pass, read_numbers
-from kvtool.core.fusion.loader import Loader
+from kvtool.core.fusion.loader import open_loader
 from kvtool.core.fusion.plan import Candidate, Segment, with_stored_rows
 from kvtool.core.fusion.source import KVSource, MemorySource, RecordMissing, StoreSource, held_on
 from kvtool.core.model.attention import QueryRows
@@ -269,7 +269,7 @@ def _load(decoder: Decoder, source: KVSource, chunks: Sequence[Candidate]) -> _L
     decoder.pause()
     busy, started = time.process_time(), time.perf_counter()
     try:
-        with decoder.pausing(None), Loader(decoder, segments, cache, source) as loader:
+        with decoder.pausing(None), open_loader(decoder, segments, cache, source) as loader:
             for layer in range(decoder.stored_layers):
                 loader.wait(layer)
             cache.buffers[-1].keys.sum().item()  # which waits for a GPU

@@ -15,16 +15,8 @@ if TYPE_CHECKING:
 
 SELECTORS: dict[str, type[Selector]]  # by mode
 
-# The class of each mode, in the module with the mode's name.
-_OWN = {
-    "full": "Full",
-    "prefix": "Prefix",
-    "reuse": "Reuse",
-    "epic": "Epic",
-    "blend": "Blend",
-    "infoflow": "Infoflow",
-    "union": "Union",
-}
+# Each in the module with its name; its class has that name, too.
+_OWN = ("full", "prefix", "reuse", "epic", "blend", "infoflow", "union")
 _PLUGINS = found("selectors", names=(*_OWN, "auto"))
 MODES = (*_OWN, *_PLUGINS)
 REFERENCE = "full"  # what all modes are measured against
@@ -50,7 +42,7 @@ def __getattr__(name: str) -> Any:
 
 def _kind_of(mode: str) -> type[Selector]:
     if mode in _OWN:
-        kind: type[Selector] = getattr(import_module(f"{__name__}.{mode}"), _OWN[mode])
+        kind: type[Selector] = getattr(import_module(f"{__name__}.{mode}"), mode.capitalize())
         return kind
     from kvtool.core.fusion.selectors.base import Selector
 

@@ -56,20 +56,15 @@ class Blend(Selector):
             return {}
         check = min(self.check_layer, layers - 1)
         last = min(check + self.filter_layers, layers - 1)
-        return {layer: share_of(self._share(layer, check, last), context) for layer in range(check, last + 1)}
-
-    def _share(self, layer: int, check: int, last: int) -> float:
-        if layer == last:
-            return self.ratio
-        left = (last - layer) / (last - check)
-        return min(1.0, self.ratio * (1 + (self.gradual - 1) * left))
+        shares = {last: self.ratio}
+        for layer in range(check, last):
+            left = (last - layer) / (last - check)
+            shares[layer] = min(1.0, self.ratio * (1 + (self.gradual - 1) * left))
+        return {layer: share_of(share, context) for layer, share in shares.items()}
 
     def worth(self, new: LayerKV, old: LayerKV) -> torch.Tensor:
         if self.metric == "k_l1":
             return (new[0].float() - old[0].float()).abs().sum((0, 1, 3))
         sides = {"v_sse": [1], "k_sse": [0], "kv_sse": [0, 1]}[self.metric]
-        return torch.stack([_squared_error(new[side], old[side]) for side in sides]).sum(0)
-
-
-def _squared_error(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    return (new.float() - old.float()).square().sum((0, 1, 3))
+        squares = [(new[side].float() - old[side].float()).square().sum((0, 1, 3)) for side in sides]
+        return torch.stack(squares).sum(0)
