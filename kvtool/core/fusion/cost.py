@@ -79,7 +79,7 @@ class Speeds:
         return max(overlapped, (load.core_seconds + compute * self.threads) / max(self.cores, self.threads))
 
     def to_json(self) -> dict[str, Any]:
-        return {"pass": asdict(self.passes), "loads": {level: asdict(one) for level, one in self.loads.items()}}
+        return {"pass": asdict(self.passes), "loads": {level: asdict(speed) for level, speed in self.loads.items()}}
 
 
 def read_numbers(kind: type[PassSpeed] | type[LoadSpeed], row: Any) -> Any:

@@ -122,13 +122,15 @@ def fuse_into(
     started = time.perf_counter()
     with ExitStack() as stack:
         # A segment with more rows in the plan than in the store is computed at every layer.
-        segments = [one for one in selector.reads(plan, decoder.stored_layers) if one.kept == one.source.kept]
+        segments = [
+            segment for segment in selector.reads(plan, decoder.stored_layers) if segment.kept == segment.source.kept
+        ]
         loader = stack.enter_context(open_loader(decoder, segments, cache, source, timeline, patience=patience))
-        held = HeldPass.of(decoder, plan, cache, loader)
-        rows, done, asking_s = _first_rows(decoder, plan, selector, cache, loader, held, timeline)
+        held_pass = HeldPass.of(decoder, plan, cache, loader)
+        rows, done, asking_s = _first_rows(decoder, plan, selector, cache, loader, held_pass, timeline)
         shift = Shift(decoder, plan, cache, loader, selector.shift)
         selection = LayerwiseSelection(decoder, plan, selector, cache, loader, rows, cached, shift, timeline)
-        logits = _computed(decoder, plan, cache, rows, selection, held, shift)
+        logits = _computed(decoder, plan, cache, rows, selection, held_pass, shift)
         selection.end()
     if logits.is_cuda:  # the caller reads them next in any case; so times are those of the work, not of its launch
         torch.cuda.current_stream(logits.device).synchronize()
@@ -155,21 +157,21 @@ def _first_rows(
     selector: Selector,
     cache: PromptCache,
     loader: Loader,
-    held: HeldPass | None,
+    held_pass: HeldPass | None,
     timeline: Timeline | None,
 ) -> tuple[QueryRows, int, float]:
     """Choose the first layer's rows, by the question's attention if the selector ranks by that. Returns also the number
     of rows that the question's own pass has computed before, the holes; and its seconds."""
     started, cached = time.perf_counter(), plan.mask("hit", "exact")
-    asked = selector.asked(plan, decoder.stored_layers)
-    if not asked:
-        wanted = selector.rows(plan) & cached if selector.uses_cache else cached
-        return _rows(decoder, plan, wanted | plan.mask("miss", "fresh")), 0, 0.0
-    by_graph = None if held is None else held.attention
-    attention = question_attention(decoder, plan, cache, loader, asked, selector.pooling, by_graph)
-    wanted = selector.rows(plan, attention) & cached
+    layers = selector.asked(plan, decoder.stored_layers)
+    if not layers:
+        chosen = selector.rows(plan) & cached if selector.uses_cache else cached
+        return _rows(decoder, plan, chosen | plan.mask("miss", "fresh")), 0, 0.0
+    by_graph = None if held_pass is None else held_pass.attention
+    attention = question_attention(decoder, plan, cache, loader, layers, selector.pooling, by_graph)
+    chosen = selector.rows(plan, attention) & cached
     asking = add_span(timeline, "question attention", started) - loader.waited_s
-    return _rows(decoder, plan, wanted | plan.mask("fresh")), int(plan.mask("miss").sum()), asking
+    return _rows(decoder, plan, chosen | plan.mask("fresh")), int(plan.mask("miss").sum()), asking
 
 
 def _rows(decoder: Decoder, plan: Plan, mask: torch.Tensor) -> QueryRows:
@@ -182,13 +184,13 @@ def _computed(
     cache: PromptCache,
     rows: QueryRows,
     selection: LayerwiseSelection,
-    held: HeldPass | None,
+    held_pass: HeldPass | None,
     shift: Shift,
 ) -> torch.Tensor:
     """Compute rows, by a graph if nothing is to be loaded; return the logits of the prompt's last token."""
     ids = plan.ids
-    tokens = [ids[place] for place in rows.order]
-    logits = None if held is None or selection.narrows else held.logits(tokens, rows, shift)
+    tokens = [ids[row] for row in rows.order]
+    logits = None if held_pass is None or selection.narrows else held_pass.logits(tokens, rows, shift)
     if logits is not None:
         selection.skip(decoder.stored_layers)
         return logits
@@ -197,10 +199,10 @@ def _computed(
 
 
 def _count(plan: Plan, cached: torch.Tensor, recomputed: torch.Tensor, computed: list[int]) -> TokenCounts:
-    again, kept = int(recomputed.sum()), int(cached.sum())
+    again, cached_rows = int(recomputed.sum()), int(cached.sum())
     fresh = int(plan.mask("miss", "fresh").sum())
-    resident = plan.length - kept - fresh
-    return TokenCounts(plan.length, kept - again, again, fresh, tuple(computed), resident, plan.dropped)
+    resident = plan.length - cached_rows - fresh
+    return TokenCounts(plan.length, cached_rows - again, again, fresh, tuple(computed), resident, plan.dropped)
 
 
 def _timing(loader: Loader, select: float, shift: float, total: float) -> FuseTiming:
@@ -231,20 +233,20 @@ def compact_plan(plan: Plan, selector: Selector, layers: int) -> Plan:
         return plan
     whole = _computed_throughout(plan, selector, layers)
     segments: list[Segment] = []
-    place = position = 0
+    start = position = 0
     for segment in plan.segments:
-        made = _placed(segment, place, position, bool(whole[segment.start : segment.stop].all()))
-        segments.append(made)
-        place, position = made.stop, position + len(segment.source.ids)
+        compact = _placed(segment, start, position, bool(whole[segment.start : segment.stop].all()))
+        segments.append(compact)
+        start, position = compact.stop, position + len(segment.source.ids)
     return Plan(tuple(segments))
 
 
-def _placed(segment: Segment, place: int, position: int, whole: bool) -> Segment:
+def _placed(segment: Segment, start: int, position: int, whole: bool) -> Segment:
     source = segment.source
     if source.kept is None or not (segment.cached or segment.status == "resident") or (segment.cached and whole):
-        return replace(segment, ids=source.ids, start=place, first=position, kept=None)
+        return replace(segment, ids=source.ids, start=start, first=position, kept=None)
     ids = tuple(source.ids[token] for token in source.kept)
-    return replace(segment, ids=ids, start=place, first=position, kept=source.kept)
+    return replace(segment, ids=ids, start=start, first=position, kept=source.kept)
 
 
 def _computed_throughout(plan: Plan, selector: Selector, layers: int) -> torch.Tensor:

@@ -146,10 +146,10 @@ class QuestionWatch(OnLayer):
         seen, last = self._rows.seen(params.window)[slice(len(self._rows) - count, None)], self._total
         squares = torch.zeros_like(self._total)
         for first in range(0, count, _BLOCK):
-            some = slice(first, min(first + _BLOCK, count))
-            part = query[0, :, query.shape[2] - count :][:, some]
-            weights = mean_weights(part, keys[0, :, : len(self._total)], seen[some], params)
-            shares = weights if self._counted is None else weights * self._counted[some, None]
+            block = slice(first, min(first + _BLOCK, count))
+            part = query[0, :, query.shape[2] - count :][:, block]
+            weights = mean_weights(part, keys[0, :, : len(self._total)], seen[block], params)
+            shares = weights if self._counted is None else weights * self._counted[block, None]
             squares += shares.square().sum(0)
             last = weights[-1]
         pooled = squares.sqrt_()
@@ -164,7 +164,7 @@ def question_attention(
     loader: Loader,
     layers: range,
     pooling: Pooling = "rows",
-    held: HeldAttention | None = None,
+    captured: HeldAttention | None = None,
 ) -> torch.Tensor:
     """Measure the question's attention to the whole prompt, over reused rows at their true positions: float32
     `[plan.length]`, the mean over `layers`. Of a question longer than `MOST_ASKING` tokens only the end is computed;
@@ -174,8 +174,8 @@ def question_attention(
     rows = QueryRows.of(plan.mask("miss", "fresh").nonzero()[:, 0], decoder.device, plan.position_ids)
     ends = not bool(plan.mask("miss").any())
     count, ids = len(plan.segments[-1].ids), plan.ids
-    tokens = [ids[place] for place in rows.order]
-    mean = None if held is None else held(tokens, rows, count, layers, pooling, ends)
+    tokens = [ids[row] for row in rows.order]
+    mean = None if captured is None else captured(tokens, rows, count, layers, pooling, ends)
     if mean is None:
         wait = partial(loader.wait, meanwhile=decoder.pause)
         watch = QuestionWatch(rows, count, layers, plan.length, pooling, ends, wait=wait)

@@ -152,7 +152,7 @@ class CudaPlacing(Placing):
         """The device's seconds between events; staging in the thread counts as copying."""
         for *_, placed in self._moments:
             placed.synchronize()
-        uploads = sum(begun.elapsed_time(uploaded) for begun, uploaded, _ in self._moments)
+        uploads = sum(start_event.elapsed_time(uploaded) for start_event, uploaded, _ in self._moments)
         return self.upload_s + uploads / 1e3, sum(up.elapsed_time(placed) for _, up, placed in self._moments) / 1e3
 
     def at_work(self) -> AbstractContextManager[object]:
@@ -227,7 +227,7 @@ class CudaPlacing(Placing):
             for segment, (keys, values) in zip(segments, kvs, strict=True)
         ]
         rows[:] = rope_triton.described(pieces).reshape(shape)
-        begun = self._now()
+        start_event = self._now()
         staging.upload(targets)
         uploaded = self._now()
         (angles,) = table.by_name.values()
@@ -236,13 +236,13 @@ class CudaPlacing(Placing):
         for number, buffer in enumerate(buffers):
             cos, sin = turns if self._rotary.rotates(first + number) else (None, None)
             rope_triton.place(rows[number], there[number], buffer.keys, buffer.values, cos, sin)
-        return begun, uploaded, self._now()
+        return start_event, uploaded, self._now()
 
     def _put(
         self, segments: Sequence[Segment], layers: Sequence[LayerKV], buffer: BufferLayer, table: RopeTables, layer: int
     ) -> Moments:
         """Place a layer by torch's operations; keys of neighbouring segments are rotated in one call."""
-        staging, begun = self._memories[0], self._now()
+        staging, start_event = self._memories[0], self._now()
         targets = staging.targets(buffer.keys.device)
         staging.upload(targets)
         uploaded = self._now()
@@ -253,7 +253,7 @@ class CudaPlacing(Placing):
             start = runs.pop().start if runs and runs[-1].stop == segment.start else segment.start
             runs.append(slice(start, segment.stop))
         self._rotary.place([(buffer.keys[:, :, run], buffer.keys[:, :, run], table[run]) for run in runs], [], layer)
-        return begun, uploaded, self._now()
+        return start_event, uploaded, self._now()
 
     def _now(self) -> torch.cuda.Event:
         moment = torch.cuda.Event(enable_timing=True)

@@ -159,9 +159,9 @@ class Plan:
         values = torch.full((self.length,), torch.nan, dtype=torch.float32)
         for segment in self.cached:
             if segment.source.sensitivity:
-                kept = torch.frombuffer(bytearray(segment.source.sensitivity), dtype=torch.float16)
-                some = kept if segment.kept is None else kept[list(segment.kept)]
-                values[segment.start : segment.stop] = some.float()
+                sensitivity = torch.frombuffer(bytearray(segment.source.sensitivity), dtype=torch.float16)
+                rows = sensitivity if segment.kept is None else sensitivity[list(segment.kept)]
+                values[segment.start : segment.stop] = rows.float()
         return values.nan_to_num(values.nanmean().nan_to_num(1.0).item())
 
     def with_question_end(self, most: int) -> Plan:

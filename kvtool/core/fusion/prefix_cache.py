@@ -69,26 +69,26 @@ class NewCheckpoint:
     parts: Parts
 
 
-def encoded(parts: Parts, kept: torch.dtype) -> Iterator[tuple[Place, bytes]]:
+def encoded(parts: Parts, dtype: torch.dtype) -> Iterator[tuple[Place, bytes]]:
     """Encode the payloads of parts for a store of the format `kept`. Rows are rounded to that format, as those of
     chunks are. States are not: all that follows would lose what a state has lost (samples/results/speed.md). Raises
     ModelError: a number does not fit its format."""
-    for place, tensors in parts.items():
-        stored = {name: one.to(kept) for name, one in tensors.items()} if place[0] == "rows" else tensors
+    for key, tensors in parts.items():
+        stored = {name: tensor.to(dtype) for name, tensor in tensors.items()} if key[0] == "rows" else tensors
         check_float16_range(stored.values())
-        yield place, encode_part(stored)
+        yield key, encode_part(stored)
 
 
 def _restore(
-    decoder: Decoder, cache: StateCache, segment: Segment, found: StoredPrefix, number: int, read: ReadPart
+    decoder: Decoder, cache: StateCache, segment: Segment, prefix: StoredPrefix, number: int, read: ReadPart
 ) -> int:
     """Restore one checkpoint, with states if it is the last usable one; return the bytes read. Raises DamagedError."""
-    info = found.infos[number]
+    info = prefix.infos[number]
     assert info is not None
     rows, states = (
         {at for at, layer in enumerate(cache.buffers) if isinstance(layer, kind)} for kind in (BufferLayer, StateLayer)
     )
-    with_states = number == found.usable - 1
+    with_states = number == prefix.usable - 1
     if {*info.rows} != rows or (with_states and {*info.states} != states) or info.tokens != len(segment.ids):
         raise DamagedError("a state checkpoint of another model")
     cache.set_length(segment.stop)
@@ -96,7 +96,7 @@ def _restore(
     for side, layer in info.places:
         if side == "state" and not with_states:
             continue
-        payload = read(found.ids[number], (side, layer))
+        payload = read(prefix.ids[number], (side, layer))
         bytes_read += payload.nbytes
         tensors = decode_part(payload)
         if side == "state":
@@ -134,9 +134,9 @@ def named_states(tensors: dict[str, torch.Tensor], decoder: Decoder, layer: int)
 
 
 def encode_part(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    line = json.dumps([[name, NAMES[one.dtype], list(one.shape)] for name, one in tensors.items()]).encode()
+    line = json.dumps([[name, NAMES[tensor.dtype], list(tensor.shape)] for name, tensor in tensors.items()]).encode()
     line += b" " * (-(len(line) + _LENGTH) % _ALIGN)
-    return b"".join([len(line).to_bytes(_LENGTH, "little"), line, *(_numbers(one) for one in tensors.values())])
+    return b"".join([len(line).to_bytes(_LENGTH, "little"), line, *(_numbers(tensor) for tensor in tensors.values())])
 
 
 def _numbers(tensor: torch.Tensor) -> bytes:
@@ -196,7 +196,7 @@ def fuse_prefix(
     decoder: Decoder,
     plan: Plan,
     selector: Selector,
-    found: StoredPrefix,
+    prefix: StoredPrefix,
     read: ReadPart,
     reserve: int = 0,
     timeline: Timeline | None = None,
@@ -209,22 +209,22 @@ def fuse_prefix(
         assert isinstance(cache, StateCache)
         started, bytes_read, number = time.perf_counter(), 0, 0
         try:
-            for number in range(found.usable):
-                bytes_read += _restore(decoder, cache, plan.segments[number], found, number, read)
+            for number in range(prefix.usable):
+                bytes_read += _restore(decoder, cache, plan.segments[number], prefix, number, read)
             break
         except DamagedError:
-            found = replace(found, infos=(*found.infos[:number], None, *found.infos[number + 1 :]))
+            prefix = replace(prefix, infos=(*prefix.infos[:number], None, *prefix.infos[number + 1 :]))
             plan = plan.without(plan.segments[number], DAMAGED)
     read_ms = add_span(timeline, "read states", started) * 1e3
     started = time.perf_counter()
-    reused = [replace(segment, status="exact", reason="") for segment in plan.segments[: found.usable]]
-    holes = [replace(segment, status="miss") for segment in plan.segments[found.usable : -1]]
+    reused = [replace(segment, status="exact", reason="") for segment in plan.segments[: prefix.usable]]
+    holes = [replace(segment, status="miss") for segment in plan.segments[prefix.usable : -1]]
     plan = Plan((*reused, *holes, plan.segments[-1]))
-    logits, new = _compute(decoder, plan, cache, found)
+    logits, new = _compute(decoder, plan, cache, prefix)
     cache.mark()
     took = add_span(timeline, "compute", started) * 1e3
     fused = _fused(decoder, plan, selector, cache, logits, bytes_read, (read_ms, took))
-    return PrefixFused(fused, tuple(new), found.ids[: found.usable])
+    return PrefixFused(fused, tuple(new), prefix.ids[: prefix.usable])
 
 
 def extend_prefix(
@@ -244,17 +244,17 @@ def extend_prefix(
 
 
 def _compute(
-    decoder: Decoder, plan: Plan, cache: StateCache, found: StoredPrefix
+    decoder: Decoder, plan: Plan, cache: StateCache, prefix: StoredPrefix
 ) -> tuple[torch.Tensor, list[NewCheckpoint]]:
     """Compute all segments that are not reused, and copy the states where checkpoints have some. Returns the last
     token's logits, float32 `[vocabulary]`, and the new checkpoints."""
     context = plan.segments[:-1]
-    ends = checkpoint_ends(len(context)) if found.ids else frozenset()
+    ends = checkpoint_ends(len(context)) if prefix.ids else frozenset()
     states: dict[int, dict[int, States]] = {}
     ids: list[int] = []
-    start = context[found.usable - 1].stop if found.usable else 0
+    start = context[prefix.usable - 1].stop if prefix.usable else 0
     logits = torch.empty(0, dtype=torch.float32)
-    for number, segment in enumerate(plan.segments[found.usable :], found.usable):
+    for number, segment in enumerate(plan.segments[prefix.usable :], prefix.usable):
         ids.extend(segment.ids)
         if ids and (number in ends or segment is plan.segments[-1]):
             logits = pass_of(decoder, ids, start, cache)
@@ -266,10 +266,10 @@ def _compute(
                 if isinstance(layer, StateLayer)
             }
     new = []
-    for number in range(found.usable, len(found.ids)):
-        info = found.infos[number]
+    for number in range(prefix.usable, len(prefix.ids)):
+        info = prefix.infos[number]
         if info is None or (number in states and not info.states):
-            new.append(_new(decoder, plan, found.ids[number], number, cache, states.get(number, {})))
+            new.append(_new(decoder, plan, prefix.ids[number], number, cache, states.get(number, {})))
     return logits, new
 
 
@@ -294,7 +294,7 @@ def _new(
         for (side, _), tensors in parts.items()
         for tensor in tensors.values()
     )
-    chunks = [one.source.chunk_id for one in plan.segments[1 : number + 1] if one.source.chunk_id]
+    chunks = [segment.source.chunk_id for segment in plan.segments[1 : number + 1] if segment.source.chunk_id]
     info = StretchInfo(
         start=segment.start,
         tokens=len(segment.ids),

@@ -74,11 +74,11 @@ class Shifted:
         """The share of a probe's change that a chunk's probes have in common: 1 if all change alike."""
         return self._mean(2)
 
-    def _mean(self, place: int) -> float:
+    def _mean(self, index: int) -> float:
         if not self.by_layer:
             return 0.0
         squares = np.array([moved.mean_squares() for moved in self.by_layer])
-        return float(np.sqrt(squares[:, place] / squares[:, 1].clip(1e-30)).mean())
+        return float(np.sqrt(squares[:, index] / squares[:, 1].clip(1e-30)).mean())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

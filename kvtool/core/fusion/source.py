@@ -108,8 +108,8 @@ class StoreSource(KVSource):
         shapes = [stored_shape(self.decoder.shapes[layer], count) for count in tokens]
         chunk_ids = [source.chunk_id for source in sources]
         # Only records that need no decoding are uploaded as their bytes are.
-        room = stats.room if level_of(level).verbatim else aligned
-        read = read_layer(self.store, chunk_ids, level, layer, shapes=shapes, before=before, allocate=room)
+        allocate = stats.room if level_of(level).verbatim else aligned
+        read = read_layer(self.store, chunk_ids, level, layer, shapes=shapes, before=before, allocate=allocate)
         stats.reading = None
         stats.read_s += time.perf_counter() - started
         records = [record for record in read if isinstance(record, Encoded)]

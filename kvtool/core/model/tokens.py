@@ -144,7 +144,7 @@ class TextStream:
 
     def _cut(self) -> None:
         places = {stop: self.text.find(stop, self._shown) for stop in self._stops}
-        ends = [stop for stop, place in places.items() if place >= 0]
+        ends = [stop for stop, start in places.items() if start >= 0]
         if ends:
             self.stopped_by = min(ends, key=places.__getitem__)
             self.text = self.text[: places[self.stopped_by]]

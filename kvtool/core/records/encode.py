@@ -66,15 +66,15 @@ def prefill(decoder: Decoder, lead_ins: LeadIns, chunks: Sequence[ChunkSpec]) ->
     values = [b""] * len(chunks)
     if lead_ins.other is not None:
         values = sensitivities(decoder, lead_ins.other, [chunk.ids for chunk in chunks], kvs)
-    own = decoder.loaded.arithmetic
-    return [PrefilledChunk(*made, own) for made in zip(chunks, kvs, values, strict=True)]
+    arithmetic = decoder.loaded.arithmetic
+    return [PrefilledChunk(*parts, arithmetic) for parts in zip(chunks, kvs, values, strict=True)]
 
 
 def encode(
-    made: PrefilledChunk, level: str = RAW, profile: Profile | None = None, in_place: bool = False
+    prefilled: PrefilledChunk, level: str = RAW, profile: Profile | None = None, in_place: bool = False
 ) -> ChunkRecords:
     """Make the records of a chunk. `in_place`: those of a verbatim level are the memory of their numbers."""
-    chunk_id, kv = made.chunk.chunk_id, made.kv
+    chunk_id, kv = prefilled.chunk.chunk_id, prefilled.kv
     layers: Sequence[Bytes]
     if in_place and kv.rooms and level_of(level).verbatim:
         headers = [_header(of, level, layer) for layer, of in enumerate(kv.layers)]
@@ -82,14 +82,17 @@ def encode(
     else:
         layers = encode_layers(chunk_id, kv, level, profile)
     return ChunkRecords(
-        made.chunk.chunk_id, made.chunk.info(len(layers), made.sensitivity, made.arithmetic), level, layers
+        prefilled.chunk.chunk_id,
+        prefilled.chunk.info(len(layers), prefilled.sensitivity, prefilled.arithmetic),
+        level,
+        layers,
     )
 
 
 def make(
     decoder: Decoder, lead_ins: LeadIns, chunks: Sequence[ChunkSpec], level: str = RAW, profile: Profile | None = None
 ) -> list[ChunkRecords]:
-    return [encode(made, level, profile) for made in prefill(decoder, lead_ins, chunks)]
+    return [encode(prefilled, level, profile) for prefilled in prefill(decoder, lead_ins, chunks)]
 
 
 def encode_layers(chunk_id: bytes, kv: ChunkKV, level: str, profile: Profile | None = None) -> list[bytes]:
@@ -121,9 +124,9 @@ def _distance(values: torch.Tensor, moved: torch.Tensor) -> bytes:
     return distance.half().numpy().astype("<f2").tobytes()
 
 
-def check_float16_range(kept: Iterable[torch.Tensor]) -> None:
+def check_float16_range(tensors: Iterable[torch.Tensor]) -> None:
     """Refuse float16 numbers that are not finite: the model has left the range of 65504. Raises ModelError."""
-    for tensor in kept:
+    for tensor in tensors:
         if tensor.dtype == torch.float16 and not bool(torch.isfinite(tensor).all()):
             raise ModelError(
                 "keys or values of the model leave the range of float16, which the store keeps",

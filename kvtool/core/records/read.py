@@ -68,7 +68,7 @@ def read_layer(
     opened = [_opened(record, level, shapes[number] if shapes else None) for number, record in enumerate(read)]
     items, refined = [item for item, _ in opened], [base for _, base in opened]
     for base in {base for base in refined if base is not None}:
-        numbers = [number for number, own in enumerate(refined) if own == base]
+        numbers = [number for number, reference in enumerate(refined) if reference == base]
         coarser = read_layer(
             store,
             [chunk_ids[number] for number in numbers],
@@ -125,6 +125,6 @@ def read_chunk(
     shapes: Sequence[Shape] | None = None,
 ) -> ChunkKV:
     """Read all layers of a chunk as tensors; `shapes`: required of its layers. Raises DamagedError."""
-    wanted = [None] * layers if shapes is None else [[shape] for shape in shapes]
-    items = [read_records(store, [chunk_id], level, layer, shape)[0] for layer, shape in enumerate(wanted)]
+    expected = [None] * layers if shapes is None else [[shape] for shape in shapes]
+    items = [read_records(store, [chunk_id], level, layer, shape)[0] for layer, shape in enumerate(expected)]
     return ChunkKV(*zip(*CODECS[level].decode_layers(items, profiles), strict=True))

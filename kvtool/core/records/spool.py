@@ -43,7 +43,7 @@ class SaveWish:
         save, after, other = row["save"], row["after"], row["other"]
         counts = [after, *(other if isinstance(other, list) else [] if other is None else [None])]
         fits = isinstance(save, str) and re.fullmatch("[0-9a-f]{32}", save)
-        return cls(save, after, other) if fits and all(type(one) is int and one >= 0 for one in counts) else None
+        return cls(save, after, other) if fits and all(type(count) is int and count >= 0 for count in counts) else None
 
 
 class Spool:
@@ -59,29 +59,29 @@ class Spool:
 
     def put(self, ids: Ids, computed: Computed) -> None:
         """Write a chunk; a reader sees all of it or nothing."""
-        path, (kv, sensitivity, made) = self._path(ids), computed
+        path, (kv, sensitivity, arithmetic) = self._path(ids), computed
         part = path.with_suffix(".part")
         try:
-            torch.save([[*kv.keys], [*kv.values], sensitivity.hex(), *made], part)
+            torch.save([[*kv.keys], [*kv.values], sensitivity.hex(), *arithmetic], part)
         except BaseException:
             part.unlink(missing_ok=True)  # on a full disk the reason needs its place
             raise
         os.replace(part, path)
 
-    def put_error(self, ids: Ids, said: str) -> None:
-        self._path(ids).with_suffix(_ERROR).write_text(said, "utf-8")
+    def put_error(self, ids: Ids, message: str) -> None:
+        self._path(ids).with_suffix(_ERROR).write_text(message, "utf-8")
 
     def take(self, ids: Ids) -> Computed:
         """Read a chunk, and remove its file. Raises KvtoolError: it was not saved."""
         path = self._path(ids)
         try:
-            keys, values, sensitivity, *made = torch.load(path, weights_only=True)
+            keys, values, sensitivity, *rest = torch.load(path, weights_only=True)
         except FileNotFoundError:
             error = path.with_suffix(_ERROR)
-            said = error.read_text("utf-8") if error.exists() else "it has no connector over this store"
-            raise KvtoolError(f"vLLM has computed a chunk, but not saved it: {said}", START) from None
+            message = error.read_text("utf-8") if error.exists() else "it has no connector over this store"
+            raise KvtoolError(f"vLLM has computed a chunk, but not saved it: {message}", START) from None
         path.unlink()
-        return ChunkKV(keys, values), bytes.fromhex(sensitivity), Arithmetic(*made)
+        return ChunkKV(keys, values), bytes.fromhex(sensitivity), Arithmetic(*rest)
 
     def _path(self, ids: Ids) -> Path:
         return self.folder / blake2b(repr(tuple(ids)).encode(), digest_size=16).hexdigest()

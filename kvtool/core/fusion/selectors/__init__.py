@@ -30,14 +30,14 @@ def __getattr__(name: str) -> Any:
     """Import the selectors, and torch with them, only when they are asked for."""
     if name != "SELECTORS":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    made: dict[str, type[Selector]] = {mode: _kind_of(mode) for mode in _OWN}
+    classes: dict[str, type[Selector]] = {mode: _kind_of(mode) for mode in _OWN}
     for mode, plugin in _PLUGINS.items():
         try:
-            made[mode] = _kind_of(mode)
+            classes[mode] = _kind_of(mode)
         except PluginError as error:
             plugin.leave_out(error)
-    globals()["SELECTORS"] = made
-    return made
+    globals()["SELECTORS"] = classes
+    return classes
 
 
 def _kind_of(mode: str) -> type[Selector]:
@@ -61,12 +61,12 @@ def selector_for(options: object, mode: str) -> Selector:
     if mode not in MODES:
         raise UsageError(f"there is no fusion mode {mode!r}", f"known: {', '.join(MODES)}")
     kind = _kind_of(mode)
-    known = parameters_of_mode(mode)
-    given = {name: getattr(options, name) for name in known if hasattr(options, name)}
+    parameters = parameters_of_mode(mode)
+    given = {name: getattr(options, name) for name in parameters if hasattr(options, name)}
     for pair in getattr(options, "set", ()):
         of, _, text = pair.partition("=")
         if of.startswith(f"{mode}."):
-            parameter = known[of.removeprefix(f"{mode}.")]
+            parameter = parameters[of.removeprefix(f"{mode}.")]
             given[parameter.name] = parameter.parse(text, of)
     return kind(**given)
 
