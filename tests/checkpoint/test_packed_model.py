@@ -1,4 +1,4 @@
-"""Packed layers: many rows give what the converted folder's weights give, bit for bit; one row what the file's do."""
+"""Packed layers: many rows give what bfloat16 weights give, bit for bit; one row what the file's do."""
 
 from __future__ import annotations
 

@@ -137,14 +137,10 @@ def _guarded(gguf: Path) -> Iterator[None]:
         yield
     except KvtoolError:
         raise
-    except MemoryError as error:
-        raise KvtoolError(
-            f"not enough memory to convert {gguf}", "close other programs or use a smaller model"
-        ) from error
     except Exception as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # the disk's fault
-        if number := re.search(r"\(os error (\d+)\)", str(error)):  # as well, in safetensors' words
+        if number := re.search(r"\(os error (\d+)\)", str(error)):  # as well, in the words of tokenizers
             raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
         what = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
         needed = "that would need a file as llama.cpp's converter writes it"
@@ -160,13 +156,12 @@ def _cannot_write(folder: Path, error: OSError) -> KvtoolError:
 _DIGITS_APART = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"})
 
 
-def _read_tokenizer(header: GgufHeader, alone: Path) -> Any:
+def _read_tokenizer(header: GgufHeader, gguf: Path) -> Any:
     from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
     # AutoTokenizer would read the whole header once more
-    tokenizer = TokenizersBackend.from_pretrained(str(alone.parent), gguf_file=alone.name, trust_remote_code=False)
+    tokenizer = TokenizersBackend.from_pretrained(str(gguf.parent), gguf_file=gguf.name, trust_remote_code=False)
     split_digits(header, tokenizer)
-    add_bos_as_stated(header, tokenizer)
     return tokenizer
 
 
@@ -178,12 +173,6 @@ def split_digits(header: GgufHeader, tokenizer: Any) -> None:
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
-
-
-def add_bos_as_stated(header: GgufHeader, tokenizer: Any) -> None:
-    """Begin texts with BOS where the file says so, which `transformers`' GGUF reader ignored before 5.23."""
-    if header.metadata.get("tokenizer.ggml.add_bos_token") is True and not tokenizer.add_bos_token:
-        tokenizer.add_bos_token = True
 
 
 def shorten_tokenizer(path: Path) -> None:
