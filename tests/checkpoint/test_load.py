@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -20,6 +19,7 @@ from kvtool.core.checkpoint.hub import resolve
 from kvtool.core.checkpoint.load import load_model, load_tokenizer, resolve_device, resolve_dtype
 from kvtool.core.errors import KvtoolError, ModelError, UsageError
 from kvtool.core.model.tokens import encode
+from tests.checkpoint.gguf_files import write_gguf
 from tests.families import FAMILIES, HYBRIDS, edit_config, save_tiny, tiny_model
 
 
@@ -172,13 +172,11 @@ def test_old_torch_dtype_key(files: ModelFiles) -> None:
     assert resolve_dtype("auto", "mps", files) == "float16"
 
 
-@pytest.mark.parametrize("kind", ["gguf", "packaged"])
-def test_a_damaged_folder_that_was_converted_is_made_again(files: ModelFiles, kind: str) -> None:
+def test_damaged_settings_of_a_gguf_file_are_made_again(tmp_path: Path) -> None:
     """The GGUF file is whole: to download it again would change nothing."""
-    weights = files.folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    assert "download" in refused(files).hint
-    assert refused(replace(files, kind=kind)).hint == f"delete {files.folder}; it is made again"
+    files = resolve(str(write_gguf(tmp_path / "x.gguf")))
+    (files.folder / "tokenizer.json").write_text("{}")
+    assert refused(files).hint == f"delete {files.folder}; it is made again"
 
 
 def test_two_threads_load_at_once(tmp_path: Path) -> None:

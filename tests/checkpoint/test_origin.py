@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvtool.core.checkpoint import files
-from kvtool.core.checkpoint.files import PACKED, SOURCE, ModelFiles
+from kvtool.core.checkpoint.files import SOURCE, ModelFiles
 from kvtool.core.checkpoint.gguf import convert
 from kvtool.core.checkpoint.gguf.convert import converted
 from kvtool.core.checkpoint.hub import model_fingerprint
@@ -41,7 +41,7 @@ def source(made: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def of(source: Path) -> str:
-    return model_fingerprint(ModelFiles(str(source), converted(source), "gguf"), "float32")
+    return model_fingerprint(ModelFiles(str(source), converted(source), "gguf", source), "float32")
 
 
 def note(folder: Path) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def test_the_fingerprint_is_the_gguf_files_alone(source: Path) -> None:
     assert of(source) == hashlib.sha256(identity.encode()).hexdigest()
 
 
-@pytest.mark.parametrize("name", [PACKED, "model.safetensors", "tokenizer.json", "config.json"])
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
 def test_damage_is_told(source: Path, name: str) -> None:
     of(source)
     path = converted(source) / name
@@ -82,16 +82,11 @@ def test_a_start_hashes_nothing_again(source: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lost", ["packed weights", "their digest", "all digests", "its note"])
+@pytest.mark.parametrize("lost", ["all digests", "its note"])
 def test_a_folder_that_is_not_whole_is_made_anew(source: Path, monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
     folder, first = converted(source), of(source)
     noted = note(folder)
-    if lost == "packed weights":
-        (folder / PACKED).unlink()
-    elif lost == "their digest":
-        del noted["files"][PACKED]
-    else:
-        del noted["files"]
+    del noted["files"]
     (folder / SOURCE).write_text(json.dumps(noted))
     if lost == "its note":
         (folder / SOURCE).unlink()

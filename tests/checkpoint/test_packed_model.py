@@ -1,20 +1,15 @@
-"""Packed layers: many rows give what the converted folder's weights give, bit for bit; one row what the file's do."""
+"""Packed layers: many rows give what bfloat16 weights give, bit for bit; one row what the file's do."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 
-from kvtool.core.checkpoint.files import PACKED, ModelFiles
 from kvtool.core.checkpoint.hub import model_fingerprint, resolve
-from kvtool.core.checkpoint.load import load_model, supported_config
-from kvtool.core.checkpoint.packed import packed_model
-from kvtool.core.checkpoint.text_submodel import text_submodel
+from kvtool.core.checkpoint.load import load_model
 from kvtool.core.kernels.linear import modules
 from kvtool.core.kernels.linear.modules import PackedEmbedding, PackedLinear
 from kvtool.core.kernels.linear.qtensor import LAYOUTS
@@ -116,19 +111,6 @@ def test_a_gguf_model_keeps_its_weights_packed(quantised: Path, dtype: str) -> N
     for token in (7, 300, 21):
         step, other = ours.extend([token], cache)[0], theirs.extend([token], wanted)[0]
         assert float((step - other).norm() / other.norm()) < 0.03
-
-
-def test_a_family_that_is_saved_under_other_names_is_loaded_whole(tmp_path: Path) -> None:
-    """Experts are saved one by one and built together."""
-    folder = save_tiny("mixtral", tmp_path / "model", dtype="bfloat16")
-    matrix = random_matrix("q4_1", 64, 64)
-    parts = {"data": matrix.data, "scales": matrix.scales, "mins": matrix.group_mins}
-    names = ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.nobody.weight")
-    tensors = {f"{name}.{part}": value.clone() for name in names for part, value in parts.items()}
-    save_file(tensors, folder / PACKED, {"kinds": json.dumps(dict.fromkeys(names, "q4_1"))})
-    files = ModelFiles(str(folder), folder, "folder")
-    assert packed_model(folder, text_submodel(folder, supported_config(files)), "float32") is None
-    assert not any(hasattr(layer, "matrix") for layer in load_model(files, device="cpu", packed=True).model.modules())
 
 
 @pytest.mark.parametrize("name", families.KINDS)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.usefixtures("unpacked")]
+pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 CORPUS = Path(__file__).parents[2] / "samples" / "corpus"
 QUESTION = "What is the larger reflector at the Kellhaven Observatory called by the people who work with it?"

@@ -15,7 +15,7 @@ _TARGETS = registry.targets()
 
 @pytest.mark.some(12)
 @pytest.mark.parametrize("name", sorted(_TARGETS))
-def test_seeds_and_changes_of_them(name: str, unpacked: None) -> None:
+def test_seeds_and_changes_of_them(name: str) -> None:
     target, seeds = registry.loaded(name, _TARGETS[name])
     assert seeds
     for data in (*seeds, *registry.mutations(seeds, _SLOW.get(name, 200), random.Random(name))):

@@ -1,6 +1,6 @@
 """Files of a model's folder: their names, their headers, checks of both, and their SHA-256 digests. No torch.
 
-Digests are remembered between runs. A folder converted from a GGUF file notes the digest of each file that was made:
+Digests are remembered between runs. A folder made from a GGUF file notes that file's digest and those of what was made:
 the KV of a damaged model would otherwise be stored, and found again, under the fingerprint of the undamaged one.
 """
 
@@ -36,8 +36,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-SOURCE = "gguf-source.json"  # in a folder converted from a GGUF file: which one
-PACKED = "packed.weights"  # in such a folder: its weights as the GGUF file has them; other programs read *.safetensors
+SOURCE = "gguf-source.json"  # in a folder with the settings and tokenizer of a GGUF file: which one
 DOWNLOAD, HASH, UNPACK = "model_download", "model_hash", "model_unpack"
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -70,6 +69,7 @@ class ModelFiles:
     ref: str  # what the user gave; absolute for local paths, so that it means the same in every folder
     folder: Path
     kind: str  # "folder", "hub", "gguf" or "packaged"
+    gguf: Path | None = None  # the file of its weights, whose settings and tokenizer are in the folder
 
 
 def looks_local(ref: str) -> bool:
@@ -224,18 +224,20 @@ def note_origin(folder: Path, gguf: Path, version: int) -> None:
     _write_atomically(folder / SOURCE, json.dumps(asdict(origin)).encode())
 
 
-def converted_contents(folder: Path) -> dict[str, Any]:
+def converted_contents(folder: Path, gguf: Path | None) -> dict[str, Any]:
     origin, found = read_origin(folder), _digests(folder)
     wrong = {name for name in origin.files.keys() | found.keys() if found.get(name) != origin.files.get(name)}
     if wrong:
         raise _damaged(folder, f"{min(wrong)} is not what was made")
+    if gguf is not None and file_digest(gguf) != origin.sha256:
+        raise ModelError(f"{gguf} has changed since the command began", "run it again")
     return {"gguf": origin.sha256, "conversion": origin.version}
 
 
 def _digests(folder: Path) -> dict[str, str]:
     """Return the digests of the files that shape what the model computes, or how a text becomes its tokens."""
     found = {}
-    named = {folder / name for name in (*_SETTINGS, *TOKENIZER_FILES, PACKED)}
+    named = {folder / name for name in (*_SETTINGS, *TOKENIZER_FILES)}
     for path in sorted(named | {*folder.glob("*.safetensors")}):
         if path.is_file():
             with reading(path):

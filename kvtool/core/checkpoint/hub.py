@@ -165,13 +165,14 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
 
 def resolve(ref: str, *, offline: bool = False, once: Once = unnoticed) -> ModelFiles:
-    """Find a model: a folder, a `*.gguf` file, which is converted once, `smollm2`, or a hub name, downloaded once."""
+    """Find a model: a folder, a `*.gguf` file, `smollm2`, or a hub name, downloaded once."""
     if not ref.strip():
         raise ModelError("the model's name is empty", WAYS_OUT)
     if ref == PACKAGED:
         from kvtool.core.checkpoint.gguf.convert import converted
 
-        return ModelFiles(PACKAGED, converted(find_packaged(), once), "packaged")
+        gguf = find_packaged()
+        return ModelFiles(PACKAGED, converted(gguf, once), "packaged", gguf)
     path = Path(ref).expanduser()
     try:
         exists = path.exists()
@@ -197,7 +198,7 @@ def _local(path: Path, once: Once) -> ModelFiles:
     if path.suffix.lower() == ".gguf":
         from kvtool.core.checkpoint.gguf.convert import converted
 
-        return ModelFiles(str(path), converted(path, once), "gguf")
+        return ModelFiles(str(path), converted(path, once), "gguf", path)
     if path.exists():
         raise ModelError(f"{path} is not a model folder and not a GGUF file", WAYS_OUT)
     raise ModelError(f"there is no model at {path}", WAYS_OUT)
@@ -239,7 +240,7 @@ def model_fingerprint(files: ModelFiles, dtype: str, once: Once = unnoticed) -> 
     """
     folder = files.folder
     if files.kind in ("gguf", "packaged"):
-        contents = converted_contents(folder)
+        contents = converted_contents(folder, files.gguf)
     else:
         contents = {
             "config": _lasting(read_config(folder)),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvtool.core.checkpoint.files import PACKED, ModelFiles, read_config, tensor_table, weight_files
+from kvtool.core.checkpoint.files import ModelFiles, read_config, tensor_table, weight_files
 from kvtool.core.checkpoint.hub import model_fingerprint
 from kvtool.core.checkpoint.support import check_extent, check_laid_out, check_supported
 from kvtool.core.checkpoint.text_submodel import TextSubmodel, text_config, text_submodel
@@ -99,7 +99,7 @@ def _check_int8(device: str, files: ModelFiles) -> None:
     why = "" if device == "cpu" else f"runs on a CPU, and not on {device}"
     if not why and multiplies_int8(best_isa()) is None:
         why = "needs a CPU with AVX2 or, on ARM, dot products"
-    if not why and not (files.folder / PACKED).is_file():
+    if not why and files.gguf is None:
         why = f"multiplies the packed weights of a GGUF file, which {files.ref} is not"
     if why:
         raise UsageError(f"--dtype int8 {why}", _NO_INT8)
@@ -196,27 +196,29 @@ def _whole_config(files: ModelFiles) -> Any:
     with quiet(), _explained(files):
         config = AutoConfig.from_pretrained(str(files.folder), local_files_only=True, trust_remote_code=False)
         check_supported(config)
-        if not _mended(files):  # of a folder that was converted here that was checked before
+        if files.gguf is None:  # else it was checked when the folder was made
             check_extent(files.folder, config)
     return config
 
 
 def _model(files: ModelFiles, device: str, dtype: str, packed: bool) -> Any:
+    from kvtool.core.checkpoint.packed import bfloat16_model, gguf_model
+    from kvtool.core.kernels.linear.onednn import pack_weights
+
     text, int8 = text_submodel(files.folder, _whole_config(files)), dtype == INT8
     model, dtype = None, "float32" if int8 else dtype
-    stays = dtype == "float32" or (dtype == "bfloat16" and (files.folder / PACKED).is_file())
-    if packed and device == "cpu" and stays:
-        from kvtool.core.checkpoint.packed import packed_model
-
-        model = packed_model(files.folder, text, dtype, int8)
-        if int8 and not (model and any(getattr(module, "int8", False) for module in model.modules())):
+    stays = packed and device == "cpu" and dtype in ("float32", "bfloat16")
+    if files.gguf is not None:
+        model = gguf_model(files.gguf, files.folder, text, dtype, packed=stays, int8=int8)
+        model = model if stays else model.to(device)
+        if int8 and not any(getattr(module, "int8", False) for module in model.modules()):
             raise UsageError(f"--dtype int8 has no products for the weights of {files.ref} on this CPU", _NO_INT8)
+    elif stays and dtype == "float32":
+        model = bfloat16_model(files.folder, text)
     if model is None:
         model = _plain_model(files, text, device, dtype)
-        if packed:
-            from kvtool.core.kernels.linear.onednn import pack_weights
-
-            pack_weights(model)
+    if packed and not any(hasattr(module, "matrix") for module in model.modules()):
+        pack_weights(model)
     model.set_attn_implementation(plain_attention(model))
     return model
 
@@ -224,8 +226,7 @@ def _model(files: ModelFiles, device: str, dtype: str, packed: bool) -> Any:
 def _plain_model(files: ModelFiles, text: TextSubmodel, device: str, dtype: str) -> Any:
     import torch
 
-    if not _mended(files):
-        check_laid_out(files.folder, text)
+    check_laid_out(files.folder, text)
     model, report = text.kind.from_pretrained(
         str(files.folder),
         config=text.config,
@@ -251,12 +252,8 @@ def _refuse_gaps(files: ModelFiles, report: Any) -> None:
     if gaps:
         raise ModelError(
             f"the weights of {files.ref} do not fit its config.json: {len(gaps)} are missing, first {gaps[0]}",
-            _mended(files) or "download the model again",
+            "download the model again",
         )
-
-
-def _mended(files: ModelFiles) -> str:
-    return f"delete {files.folder}; it is made again" if files.kind in ("gguf", "packaged") else ""
 
 
 @contextlib.contextmanager
@@ -272,5 +269,7 @@ def _explained(files: ModelFiles) -> Iterator[None]:
         if "trust_remote_code" in str(error):
             what, hint = OWN_CODE, "use another model"
         else:
-            hint = _mended(files) or "download the model again, or use another one"
+            hint = "download the model again, or use another one"
+            if files.gguf is not None:
+                hint = f"delete {files.folder}; it is made again"
         raise ModelError(f"{files.ref} cannot be loaded: {what}", hint) from error

@@ -50,8 +50,8 @@ def test_rows_can_be_taken() -> None:
 
 def test_every_packed_kind_is_read() -> None:
     assert set(READERS) == {kind for kind, layout in LAYOUTS.items() if not layout.dense}
-    for kind, (width, _) in READERS.items():
-        assert GGML_QUANT_SIZES[GGMLQuantizationType[kind.upper()]][1] == width
+    for kind, block in READERS.items():
+        assert GGML_QUANT_SIZES[GGMLQuantizationType[kind.upper()]][1] == block.itemsize
 
 
 @pytest.mark.parametrize("kind", READERS)
@@ -76,6 +76,6 @@ def test_scales_that_are_no_numbers_are_refused(kind: str, bad: float) -> None:
 @pytest.mark.parametrize("kind", READERS)
 def test_wrong_sizes_are_refused(kind: str) -> None:
     data = torch.from_numpy(random_blocks(kind)).view(-1)
-    for cut in (data[:-1], data[: -READERS[kind][0]], torch.cat([data, data])):
+    for cut in (data[:-1], data[: -READERS[kind].itemsize], torch.cat([data, data])):
         with pytest.raises((ValueError, RuntimeError)):
             tensor_of_blocks(kind, cut, ROWS, COLUMNS)

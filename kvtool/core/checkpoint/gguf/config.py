@@ -45,11 +45,11 @@ _GPT_OSS = {
 _OWN_SCALE = {"gemma2": 46, "gemma3": 62}  # layers of the model that scales by hidden size / heads
 
 
-def model_config(gguf: Path, header: GgufHeader, alone: Path) -> Any:
-    """Build a file's configuration; in the folder of `alone` there are no other files."""
+def model_config(gguf: Path, header: GgufHeader, outline: Path) -> Any:
+    """Build a file's configuration; `outline` is its own, next to which there is no configuration."""
     from transformers import CONFIG_MAPPING
 
-    read = _read(gguf, header, alone)
+    read = _read(gguf, header, outline)
     kind = CONFIG_MAPPING[read.pop("model_type")]
     stated = _gemma4(header) if header.architecture == _GEMMA4 else _stated(header, kind)
     config = kind(**{"pad_token_id": None} | read | stated)
@@ -58,7 +58,7 @@ def model_config(gguf: Path, header: GgufHeader, alone: Path) -> Any:
     return config
 
 
-def _read(gguf: Path, header: GgufHeader, alone: Path) -> dict[str, Any]:
+def _read(gguf: Path, header: GgufHeader, outline: Path) -> dict[str, Any]:
     import transformers
 
     if header.architecture == GPT_OSS:
@@ -73,7 +73,8 @@ def _read(gguf: Path, header: GgufHeader, alone: Path) -> dict[str, Any]:
             f"layouts, as it does of {', '.join(sorted(known))}",
             OTHER_MODEL,
         )
-    return dict(transformers.PreTrainedConfig.get_config_dict(str(alone.parent), gguf_file=alone.name)[0])
+    read, _ = transformers.PreTrainedConfig.get_config_dict(str(outline.parent), gguf_file=outline.name)
+    return {"vocab_size": header.metadata.get("tokenizer.ggml.tokens")} | dict(read)
 
 
 def _architectures() -> set[str]:

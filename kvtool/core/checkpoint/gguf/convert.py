@@ -1,11 +1,9 @@
-"""Conversion of a GGUF file into a model folder, once: dequantised by `transformers`, kept in the user's cache."""
+"""Settings and tokenizer of a GGUF file as a model folder without weights, made once and kept in the user's cache."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import importlib
-import importlib.util
 import io
 import json
 import os
@@ -19,7 +17,6 @@ from typing import Any
 from filelock import FileLock
 
 from kvtool.core.checkpoint.files import (
-    PACKED,
     SOURCE,
     UNPACK,
     Once,
@@ -34,6 +31,7 @@ from kvtool.core.common.files import cache_dir, make_folder
 from kvtool.core.errors import KvtoolError, ModelError, NoSpaceError
 
 _VERSION = 1  # of the conversion: a change makes old folders unused
+_WEIGHTS = "packed.weights"  # in a folder of an earlier release, several times the GGUF file's size: it is made anew
 _LIMITS = {  # what a header may ask for before a model of that size is laid out
     "block_count": 1_000,
     "embedding_length": 1 << 17,
@@ -54,7 +52,7 @@ _LIMITS = {  # what a header may ask for before a model of that size is laid out
 
 
 def converted(gguf: Path, once: Once = unnoticed) -> Path:
-    """Find the folder with a GGUF file's model in bfloat16 safetensors; it is made on first use.
+    """Find the folder with a GGUF file's settings and tokenizer; it is made on first use.
 
     The folder is named by the file's SHA-256. Two processes at once are safe: one converts, the other waits for it.
     """
@@ -77,7 +75,8 @@ def converted(gguf: Path, once: Once = unnoticed) -> Path:
 
 
 def _is_whole(folder: Path) -> bool:
-    return (folder / SOURCE).is_file() and PACKED in read_origin(folder).files and (folder / PACKED).is_file()
+    made = read_origin(folder).files if (folder / SOURCE).is_file() else {}
+    return "config.json" in made and _WEIGHTS not in made
 
 
 def _convert_into(gguf: Path, header: GgufHeader, folder: Path) -> None:
@@ -85,8 +84,8 @@ def _convert_into(gguf: Path, header: GgufHeader, folder: Path) -> None:
     shutil.rmtree(part, ignore_errors=True)  # of a killed process: the lock is ours
     make_folder(part)
     try:
-        with _guarded(gguf), _alone(gguf, part) as alone:
-            _convert(gguf, alone, header, part)
+        with _guarded(gguf):
+            _convert(gguf, header, part)
         shutil.rmtree(folder, ignore_errors=True)  # an incomplete one
         part.rename(folder)
         note_origin(folder, gguf, _VERSION)  # in its final place: digests of files are remembered by their paths
@@ -96,52 +95,26 @@ def _convert_into(gguf: Path, header: GgufHeader, folder: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def _alone(gguf: Path, folder: Path) -> Iterator[Path]:
-    """Link the file into a folder of its own: `transformers` would mix in a config or template stored next to it."""
-    with tempfile.TemporaryDirectory(dir=folder) as place:
-        link = Path(place) / "model.gguf"
-        try:
-            link.symlink_to(gguf.resolve())
-        except (OSError, NotImplementedError):  # Windows, unless allowed
-            yield gguf
-        else:
-            yield link
-
-
-def _convert(gguf: Path, alone: Path, header: GgufHeader, target: Path) -> None:
+def _convert(gguf: Path, header: GgufHeader, target: Path) -> None:
     from kvtool.core.checkpoint.gguf.config import model_config
-    from kvtool.core.checkpoint.gguf.weights import load_weights
-    from kvtool.core.checkpoint.packed import pack_folder
+    from kvtool.core.checkpoint.gguf.weights import check_weights
     from kvtool.core.checkpoint.support import check_supported
     from kvtool.core.common.collecting import quiet
 
-    # the reader draws a progress bar of its own
-    with quiet(), contextlib.redirect_stderr(io.StringIO()), _plain_arrays():
-        config = model_config(gguf, header, alone)
+    # `transformers` would mix in settings or a template stored next to the file.
+    with quiet(), contextlib.redirect_stderr(io.StringIO()), tempfile.TemporaryDirectory(dir=target) as place:
+        outline, link = Path(place) / "outline.gguf", Path(place) / "model.gguf"
+        outline.write_bytes(header.outline)
+        link.symlink_to(gguf.resolve())
+        config = model_config(gguf, header, outline)
         check_supported(config)
-        tokenizer = _read_tokenizer(header, alone)
-        model = load_weights(gguf, header, config, alone)
-        model.save_pretrained(target)
+        tokenizer = _read_tokenizer(header, link)
+        model = check_weights(gguf, header, config)
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(target)
+        model.generation_config.save_pretrained(target)
         tokenizer.save_pretrained(target)
         shorten_tokenizer(target / "tokenizer.json")
-        del model
-        pack_folder(target, gguf, header)
-
-
-@contextlib.contextmanager
-def _plain_arrays() -> Iterator[None]:
-    """Let the reader cut the file as a plain array: a `memmap`'s slices, one a word, take three times as long."""
-    import numpy as np
-
-    library: Any = importlib.import_module("gguf")
-    kept = library.GGUFReader
-    as_array = property(lambda self: self._plain, lambda self, mapped: setattr(self, "_plain", np.asarray(mapped)))
-    library.GGUFReader = type(kept.__name__, (kept,), {"data": as_array})
-    try:
-        yield
-    finally:
-        library.GGUFReader = kept
 
 
 def _check_header(gguf: Path, header: GgufHeader) -> None:
@@ -164,14 +137,10 @@ def _guarded(gguf: Path) -> Iterator[None]:
         yield
     except KvtoolError:
         raise
-    except MemoryError as error:
-        raise KvtoolError(
-            f"not enough memory to convert {gguf}", "close other programs or use a smaller model"
-        ) from error
     except Exception as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # the disk's fault
-        if number := re.search(r"\(os error (\d+)\)", str(error)):  # as well, in safetensors' words
+        if number := re.search(r"\(os error (\d+)\)", str(error)):  # as well, in the words of tokenizers
             raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
         what = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
         needed = "that would need a file as llama.cpp's converter writes it"
@@ -187,13 +156,12 @@ def _cannot_write(folder: Path, error: OSError) -> KvtoolError:
 _DIGITS_APART = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"})
 
 
-def _read_tokenizer(header: GgufHeader, alone: Path) -> Any:
+def _read_tokenizer(header: GgufHeader, gguf: Path) -> Any:
     from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
     # AutoTokenizer would read the whole header once more
-    tokenizer = TokenizersBackend.from_pretrained(str(alone.parent), gguf_file=alone.name, trust_remote_code=False)
+    tokenizer = TokenizersBackend.from_pretrained(str(gguf.parent), gguf_file=gguf.name, trust_remote_code=False)
     split_digits(header, tokenizer)
-    add_bos_as_stated(header, tokenizer)
     return tokenizer
 
 
@@ -205,12 +173,6 @@ def split_digits(header: GgufHeader, tokenizer: Any) -> None:
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
-
-
-def add_bos_as_stated(header: GgufHeader, tokenizer: Any) -> None:
-    """Begin texts with BOS where the file says so, which `transformers`' GGUF reader ignored before 5.23."""
-    if header.metadata.get("tokenizer.ggml.add_bos_token") is True and not tokenizer.add_bos_token:
-        tokenizer.add_bos_token = True
 
 
 def shorten_tokenizer(path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -27,7 +28,10 @@ _MAX_ELEMENTS = 1 << 40
 _MAX_DIMS = 4
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q")
 _DEFAULT_ALIGNMENT = 32
+_SHORT_BYTES = 1 << 14  # of an entry of the metadata: all but the vocabulary's
+_FLOAT32 = 0
 
 
 class _MalformedError(ValueError):
@@ -51,6 +55,7 @@ class GgufHeader:
 
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
+    outline: bytes = b""  # a GGUF file: the metadata without long values, and tensors of the same names, a number each
 
     @property
     def architecture(self) -> str:
@@ -93,12 +98,17 @@ class _Reader:
         tensor_count = self._count("Q", _MAX_TENSORS, 24, "tensors")
         key_count = self._count("Q", _MAX_KEYS, 13, "keys")
         metadata: dict[str, Any] = {}
+        short = []
         for _ in range(key_count):
-            key = self._string(_MAX_KEY_BYTES)
+            start, key = self._at, self._string(_MAX_KEY_BYTES)
             if key in metadata:
                 raise _MalformedError(f"the key {key[:80]!r} comes twice")
             metadata[key] = self._value()
-        return GgufHeader(metadata, self._tensors(tensor_count, _alignment(metadata)))
+            if self._at - start <= _SHORT_BYTES:
+                short.append(self._data[start : self._at])
+        alignment = _alignment(metadata)
+        tensors = self._tensors(tensor_count, alignment)
+        return GgufHeader(metadata, tensors, _outline(short, tensors, alignment))
 
     def _take(self, length: int) -> bytes:
         end = self._at + length
@@ -137,14 +147,23 @@ class _Reader:
         kind: int = self._number("I")
         if kind == _STRING:
             count = self._count("Q", _MAX_ARRAY, 8, "texts")
-            for _ in range(count):
-                self._string(_MAX_STRING_BYTES)
+            self._pass_texts(count)
             return count
         if kind not in _SCALARS:
             raise _MalformedError(f"an array of unknown type {kind} at byte {self._at - 4}")
         width = struct.calcsize(f"<{_SCALARS[kind]}")
         count = self._count("Q", _MAX_ARRAY, width, "numbers")
         return list(struct.unpack(f"<{count}{_SCALARS[kind]}", self._take(count * width)))
+
+    def _pass_texts(self, count: int) -> None:
+        """Pass a vocabulary: hundreds of thousands of texts, which `transformers` decodes."""
+        data, at, size, unpack = self._data, self._at, self._size, _LENGTH.unpack_from
+        for _ in range(count):
+            length = unpack(data, at)[0]
+            at += 8 + length
+            if length > _MAX_STRING_BYTES or at > size:
+                raise _MalformedError(f"cut short: a text of {length} bytes is announced at byte {at - 8 - length}")
+        self._at = at
 
     def _tensors(self, count: int, alignment: int) -> dict[str, TensorInfo]:
         table = [self._entry() for _ in range(count)]
@@ -169,6 +188,13 @@ class _Reader:
         if prod(shape) > _MAX_ELEMENTS or 0 in shape:
             raise _MalformedError(f"the tensor {name!r} has the shape {shape}")
         return name, shape, self._number("I"), self._number("Q")
+
+
+def _outline(entries: list[bytes], names: Collection[str], alignment: int) -> bytes:
+    texts = [name.encode() for name in names]
+    table = [struct.pack("<Q", len(text)) + text + struct.pack("<IQIQ", 1, 1, _FLOAT32, 0) for text in texts]
+    counts = struct.pack("<IQQ", max(_VERSIONS), len(texts), len(entries))
+    return b"".join([b"GGUF", counts, *entries, *table, bytes(alignment + 4)])
 
 
 def _alignment(metadata: dict[str, Any]) -> int:

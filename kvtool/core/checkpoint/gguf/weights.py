@@ -1,165 +1,94 @@
-"""Weights of a GGUF file, unpacked into a model: by `transformers`' reader, and here what that reader leaves out.
+"""Weights of a GGUF file under the names of `transformers`, in its shapes and its order of rows.
 
-The reader skips a tensor that it has no name for without a word, so every tensor of a file is accounted for here.
+llama.cpp's converter renames, reorders and changes tensors. What undoes that for an architecture is in `transformers`:
+a `TensorProcessor`, or, of its newer reader, a list of conversions. Every tensor of a file is accounted for here.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import dequantize
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.integrations.gguf import get_gguf_conversion_mapping, is_gguf_arch_supported
+from transformers.integrations.gguf.gguf_conversion_mapping import PermuteRows
+from transformers.modeling_gguf_pytorch_utils import (
+    TENSOR_PROCESSORS,
+    GGUFTensor,
+    TensorProcessor,
+    get_gguf_hf_weights_map,
+)
 
 from kvtool.core.checkpoint.gguf.config import GPT_OSS, POSITIONS
 from kvtool.core.checkpoint.gguf.header import GgufHeader, TensorInfo
 from kvtool.core.errors import ModelError
+from kvtool.core.kernels.linear.qtensor import READERS, QuantizedTensor, take_rows, tensor_of_blocks
+from kvtool.core.kernels.linear.quantized import dequantize_rows
 
-_EXPERTS = re.compile(r"\.ffn_(gate|up|down)_exps\.weight$")  # which the reader splits, or joins
-_GEMMA4_ROUTER = {".ffn_gate_inp.scale": ".router.scale", ".ffn_down_exps.scale": ".router.per_expert_scale"}
-_KEPT_BY_OTHERS = re.compile(r"\.attn_(k|v|k_norm|v_norm)\.weight$")
-_GATES = ".ffn_gate_exps.weight"
-_REPORTED = "CONVERSION"  # ends the reader's report, which it logs, where weights were not joined
-_BLOCK = re.compile(r"^blk\.(\d+)\.")
-
-
-def load_weights(gguf: Path, header: GgufHeader, config: Any, alone: Path) -> Any:
-    """Build a file's model in bfloat16; in the folder of `alone` there are no other files."""
-    import torch
-
-    wanted = _laid_out(gguf, header, config)
-    if header.architecture == GPT_OSS:
-        return _filled(gguf, wanted, weights_of(header, _reader_of(gguf)))
-    known = _known(header, wanted)
-    passed_over = {} if known is None else _passed_over(gguf, header, config, known)
-    model, report = _read(gguf, header, config, alone, torch.bfloat16 if known else torch.float32)
-    if left := sorted(report.get("unexpected_keys", ())):
-        raise _left_over(gguf, header, left)
-    missing = sorted(set(report["missing_keys"]) - set(passed_over.values()))
-    _refuse_missing(gguf, missing + [str(key) for key in report["mismatched_keys"]])
-    read = _reader_of(gguf)
-    state = model.to(torch.bfloat16).state_dict()
-    for theirs, ours in passed_over.items():
-        state[ours].copy_(_tensor(read(header.tensors[theirs])).view_as(state[ours]))
-    return model
+Numbers = np.ndarray[Any, Any]
+_ROUTERS = {".ffn_gate_inp.scale": ".router.scale", ".ffn_down_exps.scale": ".router.per_expert_scale"}  # of Gemma 4
+_SHARED = re.compile(r"^blk\.(\d+)\.attn_(k|v|k_norm|v_norm)\.weight$")
+_PREDICTION = "mtp."  # begins the names of a block that `transformers` has no module for
 
 
-def _laid_out(gguf: Path, header: GgufHeader, config: Any) -> Any:
-    """Build the model without numbers. Raises ModelError: it would take more memory than the file's weights."""
-    import torch
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A weight's tensors in a file, and what makes their numbers (float32, slowest axis first) the weight's."""
+
+    sources: tuple[TensorInfo, ...]
+    undo: Callable[[Sequence[Numbers]], Numbers]
+    keeps_columns: bool = True  # only whole rows are moved, if anything is
+
+
+def check_weights(gguf: Path, header: GgufHeader, config: Any) -> Any:
+    """Return the model without numbers. Raises ModelError: the file has more tensors than it, or fewer."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        wanted = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
-    tied = sum(p.numel() for p in {id(p): p for p in wanted.parameters()}.values())
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
+    tied = sum(weight.numel() for weight in {id(weight): weight for weight in model.parameters()}.values())
     if tied > header.elements:
         raise ModelError(
             f"{gguf} holds {header.elements:,} weights, but describes a model of {tied:,}", "download it again"
         )
-    return wanted
+    weights_of(gguf, header, model)
+    return model
 
 
-def _read(gguf: Path, header: GgufHeader, config: Any, alone: Path, dtype: Any) -> tuple[Any, Mapping[str, Any]]:
-    """Let `transformers` read. The newer of its two readers unpacks in the dtype itself: bfloat16 would lose bits."""
-    from transformers import AutoModelForCausalLM, GgufConfig
-
-    try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            str(alone.parent),
-            gguf_file=alone.name,
-            config=config,
-            trust_remote_code=False,
-            dtype=dtype,
-            quantization_config=GgufConfig(gguf_file=alone.name, dequantize=True),
-            output_loading_info=True,
-        )
-    except RuntimeError as error:
-        if _REPORTED in str(error):
-            raise _apart(gguf, header) from error
-        raise
-    model.hf_quantizer = None
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    return model, report
-
-
-def _apart(gguf: Path, header: GgufHeader) -> ModelError:
-    """Explain that the reader could not join tensors into one weight: it needs them packed alike."""
-    mixed = [
-        gate
-        for gate, tensor in header.tensors.items()
-        if gate.endswith(_GATES) and (up := header.tensors.get(gate.replace("gate", "up"))) and up.kind != tensor.kind
-    ]
-    if not mixed:
-        return ModelError(
-            f"transformers' reader cannot put the tensors of {gguf} together; that would need a reader that unpacks "
-            "each by itself",
+def weights_of(gguf: Path, header: GgufHeader, model: Any) -> dict[str, Weight]:
+    """Map each weight of a model to its tensors. Raises ModelError: tensors are left over, or missing."""
+    state = model.state_dict()
+    find = _converted if is_gguf_arch_supported(header.architecture) else _processed
+    weights = find(header, model)
+    used = {source.name for weight in weights.values() for source in weight.sources}
+    if left := [name for name in header.tensors if name not in used and not _is_unused(name, model.config)]:
+        raise ModelError(
+            f"{gguf} holds {len(left)} tensors for which transformers' model of {header.architecture} files has no "
+            f"room, first {left[0]}",
             "use the model's original safetensors instead",
         )
-    return ModelError(
-        f"{gguf} packs the two halves of an expert's MLP otherwise in {len(mixed)} layers, first {mixed[0]}, and "
-        f"transformers' reader of {header.architecture} files makes one weight of them; that would need a reader that "
-        "unpacks each separately",
-        "use a file that packs both alike, or the model's original safetensors",
-    )
+    tied = model.all_tied_weights_keys or {}
+    missing = [name for name in state if name not in weights and tied.get(name) not in weights]
+    sizes = {name: sum(prod(source.shape) for source in weight.sources) for name, weight in weights.items()}
+    _refuse_missing(gguf, missing + [name for name, size in sizes.items() if size != state[name].numel()])
+    return weights
 
 
-def _known(header: GgufHeader, wanted: Any) -> dict[str, str] | None:
-    """Map tensors to the weights of `transformers`; None: its reader reports tensors without a name itself."""
-    from transformers.integrations.gguf import is_gguf_arch_supported
-    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
-
-    if is_gguf_arch_supported(header.architecture):
-        return None
-    known: dict[str, str] = get_gguf_hf_weights_map(
-        wanted, TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)()
-    )
-    return known
-
-
-def _passed_over(gguf: Path, header: GgufHeader, config: Any, known: Mapping[str, str]) -> dict[str, str]:
-    """Map the tensors that the reader would leave out to their weights.
-
-    A weight whose name in `transformers` does not end in ".weight" is one of them (the scalar of Gemma 4's layers).
-    """
-    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS
-
-    stacks = hasattr(TENSOR_PROCESSORS.get(header.architecture), "GGUF_MOE_WEIGHTS_PATTERN")
-    found: dict[str, str] = {}
-    left = []
-    for name in header.tensors:
-        if name in known or name in POSITIONS or _unused(name, config):
-            continue
-        ours = known.get(name.removesuffix(".weight")) or _router(name)
-        if ours is None:
-            left.append(name)
-        elif not (stacks and _EXPERTS.search(name)):
-            found[name] = ours
-    if left:
-        raise _left_over(gguf, header, left)
-    return found
-
-
-def _unused(name: str, config: Any) -> bool:
-    block = _BLOCK.match(name)
-    shared = getattr(config, "num_kv_shared_layers", 0) or 0
-    return bool(block and _KEPT_BY_OTHERS.search(name) and int(block[1]) >= config.num_hidden_layers - shared)
-
-
-def _router(name: str) -> str | None:
-    for theirs, ours in _GEMMA4_ROUTER.items():
-        if name.endswith(theirs):
-            return f"model.layers.{name.split('.')[1]}{ours}"
-    return None
-
-
-def _left_over(gguf: Path, header: GgufHeader, names: list[str]) -> ModelError:
-    return ModelError(
-        f"{gguf} holds {len(names)} tensors for which transformers' model of {header.architecture} files has no room, "
-        f"first {names[0]}",
-        "use the model's original safetensors instead",
-    )
+def _is_unused(name: str, config: Any) -> bool:
+    shared = _SHARED.match(name)
+    own_layers = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", 0) or 0)
+    return name in POSITIONS or bool(shared and int(shared[1]) >= own_layers)
 
 
 def _refuse_missing(gguf: Path, names: list[str]) -> None:
@@ -167,89 +96,170 @@ def _refuse_missing(gguf: Path, names: list[str]) -> None:
         raise ModelError(f"{gguf} lacks {len(names)} of its model's weights, first {names[0]}", "download it again")
 
 
-def _reader_of(gguf: Path) -> Callable[[TensorInfo], np.ndarray[Any, Any]]:
-    """Make a function that unpacks a tensor of a file: float32, slowest axis first."""
-    from gguf.constants import GGMLQuantizationType
-    from gguf.quants import dequantize
-
-    def read(tensor: TensorInfo) -> np.ndarray[Any, Any]:
-        kind = GGMLQuantizationType(tensor.kind)
-        data = np.fromfile(gguf, np.uint8, tensor.nbytes, offset=tensor.start)
-        return dequantize(data, kind).reshape(tensor.shape[::-1])
-
-    return read
+# ---- names, and what undoes llama.cpp's changes ---------------------------------------------------------------------
 
 
-def _tensor(numbers: np.ndarray[Any, Any]) -> Any:
-    import torch
-
-    return torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.float32))
-
-
-def _filled(gguf: Path, wanted: Any, weights: Iterator[tuple[str, np.ndarray[Any, Any]]]) -> Any:
-    state = {name: _tensor(numbers).to(wanted.dtype) for name, numbers in weights}
-    _refuse_missing(gguf, sorted(wanted.state_dict().keys() - state.keys()))
-    wanted.load_state_dict(state, strict=True, assign=True)
-    return wanted
-
-
-_Numbers = np.ndarray[Any, Any]
-_WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_IN_LAYERS = {
-    "attn_norm": "input_layernorm",
-    "post_attention_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate_inp": "mlp.router",
-}
-_PARAMETERS = {  # of no module of their own
-    "attn_sinks.weight": "self_attn.sinks",
-    "ffn_gate_exps.weight": "mlp.experts.gate_up_proj",
-    "ffn_gate_exps.bias": "mlp.experts.gate_up_proj_bias",
-    "ffn_down_exps.weight": "mlp.experts.down_proj",
-    "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
-}
-_PAIR = {"ffn_gate_exps": "ffn_up_exps"}
-_NAME = re.compile(r"^blk\.(\d+)\.(\w+)\.(weight|bias)$")
-
-
-def weights_of(header: GgufHeader, read: Callable[[TensorInfo], _Numbers]) -> Iterator[tuple[str, _Numbers]]:
-    """Read each weight of a gpt-oss model, whose experts the reader of `transformers` does not find, by its own name.
+class _GptOssProcessor(TensorProcessor):
+    """Experts of gpt-oss, which `transformers` does not find.
 
     llama.cpp keeps gate and up separate, a row an output; the model keeps them interleaved, a column an output.
     """
-    for name, tensor in header.tensors.items():
-        if match := _NAME.match(name):
-            layer, what, kind = match.groups()
-            if what not in _PAIR.values():
-                yield f"model.layers.{layer}.{_ours(what, kind, name)}", _numbers(header, name, what, kind, read)
-        else:
-            whole, _, kind = name.rpartition(".")
-            if whole not in _WHOLE:
-                raise _unknown(name)
-            yield f"{_WHOLE[whole]}.{kind}", read(tensor)
+
+    _PARAMETER = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj(_bias)?")
+    _TENSOR = re.compile(r"blk\.\d+\.ffn_(gate|up|down)_exps\.(weight|bias)")
+
+    def perform_fallback_tensor_mapping(
+        self, gguf_to_hf_name_map: dict[str, str], suffix: str, qual_name: str, hf_name: str
+    ) -> None:
+        if match := self._PARAMETER.fullmatch(hf_name):
+            for part in match[2].split("_"):
+                gguf_to_hf_name_map[f"blk.{match[1]}.ffn_{part}_exps.{'bias' if match[3] else 'weight'}"] = hf_name
+
+    def process(self, weights: Numbers, name: str, **kwargs: Any) -> GGUFTensor:
+        match = self._TENSOR.fullmatch(name)
+        if match is None:
+            return GGUFTensor(weights, name, {})
+        columns = weights.swapaxes(1, 2) if match[2] == "weight" else weights
+        if match[1] == "down":
+            return GGUFTensor(columns, name, {})
+        tensors, parameter = kwargs["parsed_parameters"]["tensors"], kwargs["tensor_key_mapping"][name]
+        if parameter not in tensors:
+            tensors[parameter] = np.empty((*columns.shape[:-1], 2 * columns.shape[-1]), np.float32)
+        tensors[parameter][..., match[1] == "up" :: 2] = columns
+        return GGUFTensor(weights, None, {})
 
 
-def _ours(what: str, kind: str, name: str) -> str:
-    if what in _IN_LAYERS:
-        return f"{_IN_LAYERS[what]}.{kind}"
-    if f"{what}.{kind}" not in _PARAMETERS:
-        raise _unknown(name)
-    return _PARAMETERS[f"{what}.{kind}"]
+def _processed(header: GgufHeader, model: Any) -> dict[str, Weight]:
+    kinds = {**TENSOR_PROCESSORS, GPT_OSS: _GptOssProcessor}
+    processor = kinds.get(header.architecture, TensorProcessor)(config=model.config.to_dict())
+    # Without its children: their weights are among the model's, and a map of each child's takes seconds.
+    childless = SimpleNamespace(config=model.config, state_dict=model.state_dict, named_children=tuple)
+    names = get_gguf_hf_weights_map(childless, processor)
+    sources: dict[str, list[TensorInfo]] = {}
+    for theirs, tensor in header.tensors.items():
+        name = names.get(theirs) or names.get(theirs.removesuffix(".weight")) or _router_name(theirs)
+        if name is not None:
+            sources.setdefault(name, []).append(tensor)
+    return {
+        name: Weight(tuple(tensors), partial(_process, processor, names, name, [tensor.name for tensor in tensors]))
+        for name, tensors in sources.items()
+    }
 
 
-def _numbers(header: GgufHeader, name: str, what: str, kind: str, read: Callable[[TensorInfo], _Numbers]) -> _Numbers:
-    numbers = read(header.tensors[name])
-    if what in _PAIR:
-        other = name.replace(what, _PAIR[what])
-        if other not in header.tensors:
-            raise ModelError(f"the GGUF file lacks the tensor {other}", "download it again")
-        pair = np.stack([numbers, read(header.tensors[other])], axis=2)  # [experts, outputs, 2, inputs]
-        numbers = pair.reshape(len(pair), -1, *pair.shape[3:])
-    return numbers.swapaxes(1, 2) if what.endswith("_exps") and kind == "weight" else numbers
+def _router_name(tensor: str) -> str | None:
+    layer = tensor.split(".")[1] if tensor.startswith("blk.") else ""
+    return next((f"model.layers.{layer}{name}" for ending, name in _ROUTERS.items() if tensor.endswith(ending)), None)
 
 
-def _unknown(name: str) -> ModelError:
-    return ModelError(f"the GGUF file holds a tensor that gpt-oss does not have: {name}", "download it again")
+def _process(
+    processor: TensorProcessor, names: Mapping[str, str], name: str, sources: list[str], numbers: Sequence[Numbers]
+) -> Numbers:
+    tensors: dict[str, Any] = {}  # those of several sources, which the processor puts together
+    for source, values in zip(sources, numbers, strict=True):
+        tensor = processor.process(
+            weights=values, name=source, tensor_key_mapping=names, parsed_parameters={"tensors": tensors}
+        )
+        if tensor.name is not None:
+            tensors[name] = tensor.weights
+    return np.asarray(tensors[name])
+
+
+def _converted(header: GgufHeader, model: Any) -> dict[str, Weight]:
+    state = model.state_dict()
+    changes = get_gguf_conversion_mapping(header.architecture, model.config)
+    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
+    converters = [change for change in changes if isinstance(change, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    found: dict[str, dict[str, TensorInfo]] = {}
+    for tensor in header.tensors.values():
+        name, pattern = rename_source_key(tensor.name, renamings, converters)
+        if name in state or name.startswith(_PREDICTION):
+            found.setdefault(name, {})[pattern or ""] = tensor
+    weights = {}
+    for name, tensors in found.items():
+        converter = by_pattern.get(next(iter(tensors)))
+        keeps = converter is None or all(isinstance(operation, PermuteRows) for operation in converter.operations)
+        weights[name] = Weight(tuple(tensors.values()), partial(_convert, converter, list(tensors)), keeps)
+    return weights
+
+
+def _convert(converter: WeightConverter | None, patterns: list[str], numbers: Sequence[Numbers]) -> Numbers:
+    tensors: dict[str, Any] = {
+        pattern: [torch.from_numpy(values)] for pattern, values in zip(patterns, numbers, strict=True)
+    }
+    if converter is not None:
+        sources, targets = converter.source_patterns, converter.target_patterns
+        for operation in converter.operations:
+            tensors = operation.convert(tensors, source_patterns=sources, target_patterns=targets)
+    (tensor,) = tensors.values()
+    return np.asarray(tensor[0] if isinstance(tensor, list) else tensor)
+
+
+# ---- numbers -------------------------------------------------------------------------------------------------------
+
+
+def read_weights(
+    gguf: Path, header: GgufHeader, model: Any, packed: Container[str]
+) -> Iterator[tuple[str, QuantizedTensor | torch.Tensor]]:
+    """Read every weight of a model by its name: as in the file if it is one of `packed` and of a kind that is kept so,
+    else bfloat16. Raises ModelError: the file is damaged."""
+    shapes = {name: weight.shape for name, weight in model.state_dict().items()}
+    weights = {name: weight for name, weight in weights_of(gguf, header, model).items() if name in shapes}
+
+    def read(name: str) -> QuantizedTensor | torch.Tensor:
+        return _matrix(gguf, weights[name], shapes[name]) or _dense(gguf, name, weights[name], shapes[name])
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        for name, weight in zip(weights, threads.map(read, weights), strict=True):
+            if isinstance(weight, QuantizedTensor) and name not in packed:
+                yield name, unpacked(weight, torch.bfloat16)
+            else:
+                yield name, weight
+
+
+def _matrix(gguf: Path, weight: Weight, shape: Sequence[int]) -> QuantizedTensor | None:
+    """Read a weight that is a matrix of the file with its rows reordered; None: it is another, or stays unpacked."""
+    source = weight.sources[0]
+    fits = weight.keeps_columns and len(shape) == 2 and tuple(shape) == source.shape[::-1]
+    if not fits or _kind(source) not in READERS:
+        return None
+    numbers = np.arange(shape[0])
+    rows = weight.undo([numbers[:, None]])
+    if rows.shape != (shape[0], 1) or not np.array_equal(np.sort(rows[:, 0]), numbers):
+        return None
+    matrix = _quantized(gguf, source)
+    return matrix if np.array_equal(rows[:, 0], numbers) else take_rows(matrix, torch.from_numpy(rows[:, 0].copy()))
+
+
+def _kind(tensor: TensorInfo) -> str:
+    return GGMLQuantizationType(tensor.kind).name.lower()
+
+
+def _bytes(gguf: Path, tensor: TensorInfo) -> Numbers:
+    return np.fromfile(gguf, np.uint8, tensor.nbytes, offset=tensor.start)
+
+
+def _quantized(gguf: Path, tensor: TensorInfo) -> QuantizedTensor:
+    columns, *rows = tensor.shape
+    try:
+        return tensor_of_blocks(_kind(tensor), torch.from_numpy(_bytes(gguf, tensor)), prod(rows), columns)
+    except ValueError as error:
+        raise ModelError(f"{gguf}: the tensor {tensor.name!r} is damaged: {error}", "download it again") from error
+
+
+def unpacked(matrix: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
+    return dequantize_rows(matrix, 0, matrix.rows, torch.empty(matrix.rows, matrix.columns, dtype=dtype))
+
+
+def _dense(gguf: Path, name: str, weight: Weight, shape: Sequence[int]) -> torch.Tensor:
+    numbers = torch.from_numpy(np.ascontiguousarray(weight.undo([_read(gguf, tensor) for tensor in weight.sources])))
+    if [size for size in numbers.shape if size > 1] != [size for size in shape if size > 1]:
+        _refuse_missing(gguf, [name])
+    return numbers.reshape(shape).bfloat16()
+
+
+def _read(gguf: Path, tensor: TensorInfo) -> Numbers:
+    """Unpack a tensor: float32, slowest axis first. Experts, whose numbers are only moved, are rounded to bfloat16."""
+    if _kind(tensor) in READERS and len(tensor.shape) > 2:
+        return unpacked(_quantized(gguf, tensor), torch.float32).numpy().reshape(tensor.shape[::-1])
+    return dequantize(_bytes(gguf, tensor), GGMLQuantizationType(tensor.kind)).reshape(tensor.shape[::-1])

@@ -29,7 +29,7 @@ class PackedLinear(torch.nn.Linear):
     """A linear layer whose weight is a packed matrix, which is only run forward.
 
     One row, as decoding has it, is multiplied with the packed weights as they are in the file. For more rows they are
-    unpacked into memory that all layers share, rounded to bfloat16 as in a converted folder, and multiplied by torch;
+    unpacked into memory that all layers share, rounded to bfloat16, and multiplied by torch;
     for a prompt's rows over its cache some at a time, and multiplied where they are (`rows_product`). With `int8` rows
     are rounded to 8-bit integers (`int8_gemm`, `gemv`), where the CPU and the kind of weights allow it.
 

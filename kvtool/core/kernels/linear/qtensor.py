@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvtool.core.kernels import FORMATS
@@ -135,29 +137,6 @@ def take_rows(matrix: QuantizedTensor, rows: torch.Tensor) -> QuantizedTensor:
     return QuantizedTensor(matrix.kind, len(rows), matrix.columns, data, scales, group_mins)
 
 
-def packed_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    if bits == 8:
-        return codes.view(torch.uint8)
-    spans, parts, done = codes.view(-1, BLOCK), [], 0
-    for width in _PLANES[bits]:
-        parts.append(_plane((spans >> done) & (2**width - 1), width))
-        done += width
-    return torch.cat(parts, 1).view(len(codes), -1)
-
-
-def _plane(codes: torch.Tensor, width: int) -> torch.Tensor:
-    """Pack codes of `width` bits `[spans, 32]` into bytes `[spans, 4 · width]`; `_bit_fields` unpacks them."""
-    shifts = torch.arange(0, 8, width, dtype=torch.uint8)[:, None]
-    fields = codes.view(len(codes), -1, len(shifts), _run(width))
-    plane: torch.Tensor = (fields << shifts).sum(2, dtype=torch.uint8)
-    return plane.flatten(1)
-
-
-def _run(width: int) -> int:
-    """Return how many adjacent codes of a plane are in as many bytes: the next ones are in higher bits of those."""
-    return 1 if width == 1 else 4 * width
-
-
 def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     if tensor.dtype != dtype or tuple(tensor.shape) != shape or tensor.device.type != "cpu":
         raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {dtype} {shape}")
@@ -165,9 +144,23 @@ def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int
         raise ValueError(f"{name} has gaps")
 
 
-# Contents of GGUF's blocks: codes `[blocks, columns]`, scales, mins; float16 `[blocks, 1]`, or the bytes of a
-# `QuantizedTensor`'s blocks. Layouts: ggml-common.h and ggml-quants.c of https://github.com/ggml-org/ggml
-_Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+# Blocks of GGUF files, as in ggml-common.h of https://github.com/ggml-org/ggml. In every kind "qs" are the lower bits
+# of codes and "qh" the upper ones; "d" holds dmin as well.
+READERS = {
+    "q8_0": np.dtype([("d", "V2"), ("qs", "V32")]),
+    "q4_0": np.dtype([("d", "V2"), ("qs", "V16")]),
+    "q4_1": np.dtype([("d", "V2"), ("m", "V2"), ("qs", "V16")]),
+    "q5_0": np.dtype([("d", "V2"), ("qh", "V4"), ("qs", "V16")]),
+    "q5_1": np.dtype([("d", "V2"), ("m", "V2"), ("qh", "V4"), ("qs", "V16")]),
+    "q2_k": np.dtype([("scales", "V16"), ("qs", "V64"), ("d", "V4")]),
+    "q3_k": np.dtype([("qh", "V32"), ("qs", "V64"), ("scales", "V12"), ("d", "V2")]),
+    "q4_k": np.dtype([("d", "V4"), ("scales", "V12"), ("qs", "V128")]),
+    "q5_k": np.dtype([("d", "V4"), ("scales", "V12"), ("qh", "V32"), ("qs", "V128")]),
+    "q6_k": np.dtype([("qs", "V128"), ("qh", "V64"), ("scales", "V16"), ("d", "V2")]),
+}
+_AT_ONCE = 1 << 19  # bytes that are laid out in a core's own cache
+_INFINITE = 0x7C00  # exponent of a float16 that is not finite
+_Array = npt.NDArray[Any]
 
 
 def tensor_of_blocks(kind: str, blocks: torch.Tensor, rows: int, columns: int) -> QuantizedTensor:
@@ -175,89 +168,98 @@ def tensor_of_blocks(kind: str, blocks: torch.Tensor, rows: int, columns: int) -
 
     Raises ValueError: too few or too many bytes, or a scale that is no finite number.
     """
-    layout, (width, read) = LAYOUTS[kind], READERS[kind]
-    codes, scales, group_mins = read(layout, blocks.view(-1, width))
-    data = packed_codes(codes.view(rows, columns), layout.bits)
-    matrix = QuantizedTensor(
-        kind, rows, columns, data, *(part.view(rows, -1) if len(part) else part for part in (scales, group_mins))
-    )
-    _check_finite(matrix)
-    return matrix
+    layout, source = LAYOUTS[kind], blocks.numpy().view(READERS[kind])
+    spans = (SUPERBLOCK if layout.superblocks else BLOCK) // BLOCK
+    if len(source) * spans * BLOCK != rows * columns:
+        raise ValueError(f"{blocks.numel()} bytes are not {rows} rows of {columns} columns")
+    planes = list(zip(("qs", "qh"), layout.planes, strict=False))
+    data = np.empty((len(source), spans), [(name, f"V{4 * width}") for name, width in planes])
+    scales = np.empty(len(source), f"V{layout.block_bytes}" if layout.superblocks else "V2")
+    mins = np.empty(len(source) if "m" in (READERS[kind].names or ()) else 0, "V2")
+    for first in range(0, len(source), step := _AT_ONCE // source.itemsize):
+        here = slice(first, first + step)
+        part = source[here]
+        for name, width in planes:
+            data[name][here] = _plane(kind, part[name], width) if layout.superblocks else part[name][:, None]
+        scales[here] = _block_scales(kind, part) if layout.superblocks else part["d"]
+        if len(mins):
+            mins[here] = part["m"]
+        _check_finite(part)
+    numbers = np.uint8 if layout.superblocks else np.float16
+    parts = (data.view(np.uint8), scales.view(numbers), mins.view(np.float16))
+    tensors = (torch.from_numpy(part.reshape(rows, -1)) if part.size else none() for part in parts)
+    return QuantizedTensor(kind, rows, columns, *tensors)
 
 
-def _check_finite(matrix: QuantizedTensor) -> None:
-    factors = [matrix.scales, matrix.group_mins]
-    if matrix.layout.superblocks:
-        halves = 2 * (1 + matrix.layout.group_mins)
-        factors = [matrix.scales.view(-1, matrix.layout.block_bytes)[:, :halves].contiguous().view(torch.float16)]
-    if not all(bool(part.isfinite().all()) for part in factors):
-        raise ValueError("a scale is not a finite number")
+def _check_finite(part: _Array) -> None:
+    for name in {"d", "m"}.intersection(part.dtype.names or ()):
+        if ((_words(part[name], np.uint16) & _INFINITE) == _INFINITE).any():
+            raise ValueError("a scale is not a finite number")
 
 
-def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
-    return blocks[:, start : start + 2].contiguous().view(torch.float16)
+def _words(field: _Array, dtype: Any) -> _Array:
+    return np.ascontiguousarray(field).view(dtype)
 
 
-def _bit_fields(bytes_: torch.Tensor, width: int, run: int) -> torch.Tensor:
-    """Return codes of `width` bits: of each `run` bytes first all lowest, then the next."""
-    shifts = torch.arange(0, 8, width, dtype=torch.uint8)[:, None]
-    fields: torch.Tensor = (bytes_.reshape(len(bytes_), -1, 1, run) >> shifts) & (2**width - 1)
-    return fields.flatten(1)
+def _swap(first: _Array, second: _Array, shift: int, mask: int) -> None:
+    """Exchange the bits of `mask` in `second` with those in `first` that are `shift` higher."""
+    changed = ((first >> shift) ^ second) & mask
+    second ^= changed
+    first ^= changed << shift
 
 
-def _q8(_: Layout, blocks: torch.Tensor) -> _Parts:
-    return blocks[:, 2:].contiguous().view(torch.int8), _half(blocks, 0), none()
+def _plane(kind: str, field: _Array, width: int) -> _Array:
+    """Reorder codes of `width` bits `[blocks]` into spans of 32 columns `[blocks, 8]`.
+
+    The next field of a byte is 32 columns on, or 64 (lower bits of Q6_K).
+    """
+    if width == 1:
+        return _bits(_words(field, np.uint64)).reshape(len(field), -1)
+    count = 8 // width  # words of a span, which trade fields
+    words = _words(field, f"V{4 * width}")
+    parts = [_words(words[number::count], np.uint64) for number in range(count)]
+    if width == 4:
+        _swap(parts[0], parts[1], 4, 0x0F0F0F0F0F0F0F0F)
+    else:
+        for first, second in ((0, 2), (1, 3)):
+            _swap(parts[first], parts[second], 4, 0x0F0F0F0F0F0F0F0F)
+        for first, second in ((0, 1), (2, 3)):
+            _swap(parts[first], parts[second], 2, 0x3333333333333333)
+    together = 2 if kind == "q6_k" and width == 4 else 1
+    plane = np.empty((len(words) // count // together, count, together), words.dtype)
+    for number, part in enumerate(parts):
+        plane[:, number] = part.view(words.dtype).reshape(-1, together)
+    return plane.reshape(len(field), -1)
 
 
-def _q4_q5(layout: Layout, blocks: torch.Tensor) -> _Parts:
-    fifths = 4 if layout.group_mins else 2
-    codes = _bit_fields(blocks[:, -16:], 4, 16)
-    if layout.bits == 5:
-        codes |= _bit_fields(blocks[:, fifths : fifths + 4], 1, 1) << 4
-    return codes, _half(blocks, 0), _half(blocks, 2) if layout.group_mins else none()
+def _bits(words: _Array) -> _Array:
+    """Transpose the 8 by 8 bits of each word, then the bytes of four words: 32 columns are in a row."""
+    for shift, mask in ((7, 0x00AA00AA00AA00AA), (14, 0x0000CCCC0000CCCC), (28, 0x00000000F0F0F0F0)):
+        changed = (words ^ (words >> shift)) & mask
+        words = words ^ changed ^ (changed << shift)
+    return _words(words.view(np.uint8).reshape(-1, 4, 8).swapaxes(1, 2), "V4")
 
 
-def _q2_k(_: Layout, blocks: torch.Tensor) -> _Parts:
-    scales = [blocks[:, 80:84], blocks[:, :16] & 15, blocks[:, :16] >> 4]
-    return _bit_fields(blocks[:, 16:80], 2, 32), torch.cat(scales, 1), none()
-
-
-def _q3_k(_: Layout, blocks: torch.Tensor) -> _Parts:
-    low, high = _bit_fields(blocks[:, 96:104], 4, 8), _bit_fields(blocks[:, 104:108], 2, 4)
-    scales = [blocks[:, 108:110], (low | high << 4) - 32]  # of uint8: what is below 0 comes out as int8 has it
-    return _bit_fields(blocks[:, 32:96], 2, 32) | _bit_fields(blocks[:, :32], 1, 32) << 2, torch.cat(scales, 1), none()
-
-
-def _k_scales(packed: torch.Tensor) -> torch.Tensor:
-    first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
-    scales = [first & 63, (third & 15) | (first >> 6 << 4)]
-    mins = [second & 63, (third >> 4) | (second >> 6 << 4)]
-    return torch.cat([*scales, *mins], 1)
-
-
-def _q4_k_q5_k(layout: Layout, blocks: torch.Tensor) -> _Parts:
-    scales = torch.cat([blocks[:, :4], _k_scales(blocks[:, 4:16])], 1)
-    codes = _bit_fields(blocks[:, -128:], 4, 32)
-    if layout.bits == 5:
-        codes |= _bit_fields(blocks[:, 16:48], 1, 32) << 4
-    return codes, scales, none()
-
-
-def _q6_k(_: Layout, blocks: torch.Tensor) -> _Parts:
-    codes = _bit_fields(blocks[:, :128], 4, 64) | _bit_fields(blocks[:, 128:192], 2, 32) << 4
-    return codes, torch.cat([blocks[:, 208:], blocks[:, 192:208]], 1), none()
-
-
-# Bytes of a block, and the function that reads it; named in LAYOUTS and by GGUF alike.
-READERS: dict[str, tuple[int, Callable[[Layout, torch.Tensor], _Parts]]] = {
-    "q8_0": (34, _q8),
-    "q4_0": (18, _q4_q5),
-    "q4_1": (20, _q4_q5),
-    "q5_0": (22, _q4_q5),
-    "q5_1": (24, _q4_q5),
-    "q2_k": (84, _q2_k),
-    "q3_k": (110, _q3_k),
-    "q4_k": (144, _q4_k_q5_k),
-    "q5_k": (176, _q4_k_q5_k),
-    "q6_k": (210, _q6_k),
-}
+def _block_scales(kind: str, part: _Array) -> _Array:
+    """The bytes of each block in a `QuantizedTensor`: one or two float16, then scales and mins of its groups."""
+    low, two, six = 0x0F0F0F0F, 0x03030303, 0x3F3F3F3F
+    packed = _words(part["scales"], np.uint32).reshape(len(part), -1).T  # four groups a word
+    if kind == "q2_k":
+        words = [*(packed & low), *(packed >> 4 & low)]
+    elif kind == "q3_k":
+        first, second, high = packed
+        lower = (first & low, second & low, first >> 4 & low, second >> 4 & low)
+        words = [word | (high >> 2 * number & two) << 4 for number, word in enumerate(lower)]
+    elif kind == "q6_k":
+        words = list(packed)
+    else:
+        first, second, third = packed
+        words = [first & six, (third & low) | (first >> 6 & two) << 4]
+        words += [second & six, (third >> 4 & low) | (second >> 6 & two) << 4]
+    groups = np.stack(words, 1)
+    if kind == "q3_k":
+        groups = (groups.view(np.uint8) - np.uint8(32)).view(np.uint32)
+    halves = part.dtype["d"]
+    scales = np.empty(len(part), [("d", halves), ("groups", f"V{4 * len(words)}")])
+    scales["d"], scales["groups"] = part["d"], groups.view(scales.dtype["groups"])[:, 0]
+    return scales.view(f"V{scales.itemsize}")
