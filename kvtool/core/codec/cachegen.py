@@ -211,7 +211,7 @@ def _unpacked(record: Record, channels: int) -> tuple[F32, F32]:
     parts = [whole_rows[end - height : end] for end, height in zip(ends, heights, strict=True)]
     for stream, chosen, end, height in zip(record.streams, ids, ends.tolist(), heights, strict=True):
         decode(Decoding([stream], in_order(chosen, tables), [end - height], [height], whole_rows))
-    record.escapes.place(whole_rows, "int16")
+    record.escapes.place(whole_rows)
     escaped = np.flatnonzero(whole_rows == ESCAPE - ZERO)
     if len(escaped) != len(record.escapes.marked):
         raise DamagedError("a compressed record whose escapes are not those of its streams")

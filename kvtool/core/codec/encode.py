@@ -11,12 +11,13 @@ import torch
 
 from kvtool.core import codec
 from kvtool.core.codec import transform_kernels
+from kvtool.core.codec.backend import CpuBackend
 from kvtool.core.codec.base import LayerKV, Payload, wide_sides
 from kvtool.core.codec.decode import sides_of
 from kvtool.core.codec.levels import NESTED, check_of, coarser, level_of, nested
 from kvtool.core.codec.profile import SIDES, CodedColumns, Layout, Profile
 from kvtool.core.codec.rans import coder, kernels_ir
-from kvtool.core.codec.rans.tables import BLOCK, I16, I32, U8, U32, Columns, Stream
+from kvtool.core.codec.rans.tables import BLOCK, I16, U8, U32, Columns, Stream
 from kvtool.core.codec.record import Escapes, Record
 from kvtool.core.codec.row_subset import tail_of
 from kvtool.core.common.types import Ids
@@ -64,9 +65,6 @@ def encode_rows(
 def some_rows(kvs: Sequence[LayerKV], rows: Ids) -> list[LayerKV]:
     at = torch.tensor(rows, dtype=torch.int64)
     return [(keys.index_select(1, at), values.index_select(1, at)) for keys, values in kvs]
-
-
-# ---- records of a profile ----------------------------------------------------------------------------------------
 
 
 def encode_nested(
@@ -121,7 +119,7 @@ class _Slab:
     """Some layers of a chunk, and their numbers at each level that was asked for, in this thread's memory."""
 
     def __init__(self, profile: Profile, layers: Sequence[int], kvs: Sequence[LayerKV]) -> None:
-        self._profile, self._layers = profile, layers
+        self._profile, self._layers, self._backend = profile, layers, CpuBackend()
         self._dtype, self._tokens = kvs[0][0].dtype, kvs[0][0].shape[1]
         self._exact = [side for kv in kvs for side in kv]  # K and V in turn
         self._numbers = {NESTED[0]: self._finest()}
@@ -152,13 +150,8 @@ class _Slab:
 
     def _finest(self) -> I16:
         """int16 `[layers, tokens, stride]`. Raises KvtoolError: the source is not finite."""
-        layout = self._profile.layout
         out = self._memory("finest")
-        by = transform_kernels.forward_by(layout, self._dtype)
-        if not out.size:
-            return out
-        weights = [transform_kernels.Weights.forward(self._profile, layer, by.tile) for layer in self._layers]
-        if not transform_kernels.numbers_of(layout, by, weights, transform_kernels.Places.of(self._exact), out):
+        if not self._backend.make_finest(self._profile, self._layers, self._exact, out):
             raise KvtoolError("the KV holds numbers that are not finite", "keep it at the level raw or lossless")
         return out
 
@@ -169,7 +162,7 @@ class _Slab:
     def _of(self, level: str) -> I16:
         if level not in self._numbers:
             finer = self._of(NESTED[NESTED.index(level) - 1])
-            self._numbers[level] = wider(finer, self._memory(f"level {level}"))
+            self._numbers[level] = coarsened(finer, self._memory(f"level {level}"))
         return self._numbers[level]
 
     def _alone(self, level: str, coded: Sequence[CodedColumns]) -> tuple[list[Stream], list[I16]]:
@@ -184,23 +177,20 @@ class _Slab:
         return coder.encode(*jobs), [_NOTHING] * len(coded)
 
     def _outside(self, level: str, coded: Sequence[CodedColumns]) -> list[U32]:
-        numbers, found = self._of(level), list[U32]()
-        for own, of, some in zip(numbers, coded, has_strays(numbers, [of.others for of in coded]), strict=True):
-            places = _NOWHERE
-            if some:
-                other = np.ones(numbers.shape[2], np.bool_)
-                other[of.alone.numbers] = False
-                places = np.flatnonzero(own * other).astype(np.uint32)
-            found.append(places)
-        return found
+        """Find the places of numbers other than 0 in columns that are not coded."""
+        numbers, places = self._of(level), list[U32]()
+        for rows, used, columns in zip(numbers, np.bitwise_or.reduce(numbers, 1) != 0, coded, strict=True):
+            used[columns.alone.numbers] = False
+            places.append(np.flatnonzero(rows * used).astype(np.uint32) if used.any() else _NOWHERE)
+        return places
 
     def _errors(self, level: str, records: Sequence[Record]) -> list[tuple[float, float]]:
         layout = self._profile.layout
         shape = (len(records), SIDES, self._tokens, layout.groups, layout.size)
         held = scratch("sides", int(np.prod(shape)) * self._dtype.itemsize, np.uint8)
         made = torch.from_numpy(held).view(self._dtype).view(shape)
-        numbers, by = torch.from_numpy(self._of(level)), transform_kernels.backward_by(layout, self._dtype)
-        sides_of(self._profile, self._layers, level, numbers, [[record] for record in records], made, by)
+        numbers, alone = torch.from_numpy(self._of(level)), [[record] for record in records]
+        sides_of(self._profile, self._layers, level, numbers, alone, made, self._backend)
         heads, tokens, dim = self._exact[0].shape
         decoded = [*made.view(len(self._exact), tokens, heads, dim).transpose(1, 2)]
         with np.errstate(over="ignore", invalid="ignore"):  # no number then, which `Record.pack` refuses
@@ -209,36 +199,13 @@ class _Slab:
         return list(zip(up[::2], up[1::2], strict=True))
 
 
-# ---- sides to numbers --------------------------------------------------------------------------------------------
-
-
-def finest_numbers(layout: Layout, means: torch.Tensor, forward: torch.Tensor, sides: torch.Tensor) -> I16:
-    """Numbers of the finest level, int16 `[tokens, stride]`, of sides, float32 `[2, tokens, C]`."""
-    tokens = sides.shape[1]
-    out = np.zeros((tokens, layout.stride), np.int16)
-    if tokens:
-        by = transform_kernels.forward_by(layout, sides.dtype)
-        weights = transform_kernels.Weights.of(
-            [*forward.flatten(0, 1)], means.view(SIDES * layout.groups, layout.size), by.tile
-        )
-        heads = sides.view(SIDES, tokens, layout.groups, layout.size).transpose(1, 2)
-        transform_kernels.numbers_of(layout, by, [weights], transform_kernels.Places.of([*heads]), out[None])
-    return out
-
-
-def wider(numbers: I16, out: I16) -> I16:
+def coarsened(numbers: I16, out: I16 | None = None) -> I16:
     """Coarsen by one level: the nearest numbers of steps three times as wide, which nest by construction.
 
-    Numbers are from -32767 to 32766, a multiple of 32 in all, in C order.
+    Numbers are from -32767 to 32766.
     """
-    if numbers.size:
-        jobs = Jobs(kernels_ir.WIDER, 1)
-        jobs.set(numbers=address(numbers), out=address(out), blocks=numbers.size // BLOCK)
-        jobs.run(kernel(kernels_ir.wider_module))
-    return out
-
-
-# ---- numbers to symbols ------------------------------------------------------------------------------------------
+    nearest = np.add(numbers, np.int16(1), out=out)
+    return np.floor_divide(nearest, np.int16(3), out=nearest)
 
 
 def symbols_of(numbers: I16, columns: Sequence[Columns]) -> list[tuple[U8, I16]]:
@@ -288,23 +255,6 @@ def finer_symbols(numbers: I16, coarse: I16, columns: Sequence[Columns]) -> list
     )
     jobs.run(kernel(kernels_ir.finer_module))
     return list(zip(symbols, contexts, strict=True))
-
-
-def has_strays(numbers: I16, places: Sequence[I32]) -> list[bool]:
-    """Find the layers of `[layers, rows, stride]` with numbers other than 0 in the blocks that begin at `places`."""
-    found = np.zeros(len(numbers), np.int64)
-    some = [number for number, blocks in enumerate(places) if len(blocks) and numbers.shape[1]]
-    jobs = Jobs(kernels_ir.STRAY, len(some))
-    jobs.set(
-        numbers=address(numbers) + numbers.strides[0] * np.array(some, np.int64),
-        stride=numbers.strides[1],
-        places=[address(places[number]) for number in some],
-        rows=numbers.shape[1],
-        blocks=[len(places[number]) for number in some],
-        some=address(found) + found.itemsize * np.array(some, np.int64),
-    )
-    jobs.run(kernel(kernels_ir.stray_module))
-    return [bool(one) for one in found]
 
 
 def _check_numbers(numbers: I16, columns: Sequence[Columns]) -> None:

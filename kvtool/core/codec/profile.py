@@ -75,7 +75,6 @@ class CodedColumns:
     alone: Columns  # of a record that refines no other
     fine: Columns | None  # of a record that refines the next coarser level; None: no level is coarser
     widths: tuple[int, ...]  # columns of each group, its first ones: K's groups, then V's
-    others: npt.NDArray[np.int32]  # first columns of the blocks that are not coded, int32
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,8 +139,7 @@ class Profile:
         fine = None
         if at < len(self.fine_ids):
             fine = Columns(self.fine_ids[at, layer, columns], self.tables, places, refines=True)
-        others = np.setdiff1d(self.layout.places(), places)
-        return CodedColumns(alone, fine, tuple(widths.tolist()), others)
+        return CodedColumns(alone, fine, tuple(widths.tolist()))
 
     def forward(self, layer: int) -> torch.Tensor:
         """float32 `[2, groups, size, size]`: `y = (x - mean) @ forward`. Raises DamagedError: no inverse."""

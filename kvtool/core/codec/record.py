@@ -17,11 +17,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from kvtool.core.codec.base import DTYPES, Payload
+from kvtool.core.codec.base import Payload
 from kvtool.core.codec.levels import NESTED, NO_PROFILE
-from kvtool.core.codec.rans.coder import HELD, Form
 from kvtool.core.codec.rans.tables import LANES, Stream
 from kvtool.core.errors import DamagedError, KvtoolError
 from kvtool.core.native.job import address
@@ -58,16 +56,9 @@ class Escapes:
             raise DamagedError("a compressed record with an escape outside of it")
         return bool(len(self.places))
 
-    def place(self, numbers: npt.NDArray[Any], form: Form) -> None:
+    def place(self, numbers: npt.NDArray[np.int16]) -> None:
         if self.has_places(numbers.size):
-            numbers.reshape(-1)[self.places] = in_form(self.placed, form)
-
-
-def in_form(numbers: npt.NDArray[np.int16], form: Form) -> npt.NDArray[Any]:
-    if form == "int16":
-        return numbers
-    values = torch.from_numpy(numbers.astype(np.int16)).to(DTYPES[form])
-    return values.view(torch.int16).numpy().view(HELD[form])
+            numbers.reshape(-1)[self.places] = self.placed
 
 
 @dataclass(slots=True)  # see Stream
