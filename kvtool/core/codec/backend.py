@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -107,22 +107,35 @@ class CpuBackend:
             transform_kernels.sides_of(self.isa, profile.layout, weights, widths, numbers.numpy(), out, self.pairs)
 
 
-class TorchBackend(CpuBackend):
-    """Machine code, and torch's products."""
+class TorchProducts:
+    dtype: ClassVar[torch.dtype | None] = None  # to multiply in; None: that of the sides
 
     def multiply(
         self, profile: Profile, layers: Sequence[int], level: str, numbers: torch.Tensor, out: torch.Tensor
     ) -> None:
-        _multiply_by_torch(profile, layers, level, numbers, out, out.dtype)
+        layout, dtype = profile.layout, self.dtype or out.dtype
+        for layer, rows, sides in zip(layers, numbers.to(dtype), out, strict=True):
+            back, means = profile.backward(layer, level, dtype, out.device)
+            widths = profile.coded(level, layer).widths
+            for side in range(SIDES):
+                for group in range(layout.groups):
+                    start, width = layout.start(side, group), widths[side * layout.groups + group]
+                    coded = rows[:, start : start + width]
+                    sides[side, :, group] = torch.addmm(means[side, group], coded, back[side, group, :width])
+
+
+class TorchBackend(TorchProducts, CpuBackend):
+    """Machine code, and torch's products."""
 
 
 @dataclass(frozen=True, slots=True)
-class GpuBackend:
+class GpuBackend(TorchProducts):
     """Triton's decoder, and torch's products.
 
     These cost least, so they are in float32: a number far from all others would show the weights' rounding.
     """
 
+    dtype: ClassVar[torch.dtype | None] = torch.float32
     device: torch.device
 
     def allocate(self, rows: int, stride: int, zeroed: bool) -> torch.Tensor:
@@ -159,22 +172,3 @@ class GpuBackend:
         if escapes.has_places(numbers.numel()):
             places = torch.from_numpy(escapes.places.astype(np.int64)).to(self.device)
             numbers.view(-1)[places] = torch.from_numpy(escapes.placed.astype(np.int16)).to(self.device)
-
-    def multiply(
-        self, profile: Profile, layers: Sequence[int], level: str, numbers: torch.Tensor, out: torch.Tensor
-    ) -> None:
-        _multiply_by_torch(profile, layers, level, numbers, out, torch.float32)
-
-
-def _multiply_by_torch(
-    profile: Profile, layers: Sequence[int], level: str, numbers: torch.Tensor, out: torch.Tensor, dtype: torch.dtype
-) -> None:
-    layout = profile.layout
-    for layer, rows, sides in zip(layers, numbers.to(dtype), out, strict=True):
-        back, means = profile.backward(layer, level, dtype, out.device)
-        widths = profile.coded(level, layer).widths
-        for side in range(SIDES):
-            for group in range(layout.groups):
-                start, width = layout.start(side, group), widths[side * layout.groups + group]
-                coded = rows[:, start : start + width]
-                sides[side, :, group] = torch.addmm(means[side, group], coded, back[side, group, :width])

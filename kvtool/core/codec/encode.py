@@ -15,19 +15,18 @@ from kvtool.core.codec.backend import CpuBackend
 from kvtool.core.codec.base import LayerKV, Payload, wide_sides
 from kvtool.core.codec.decode import sides_of
 from kvtool.core.codec.levels import NESTED, check_of, coarser, level_of, nested
-from kvtool.core.codec.profile import SIDES, CodedColumns, Layout, Profile
+from kvtool.core.codec.profile import SIDES, CodedColumns, Profile
 from kvtool.core.codec.rans import coder, kernels_ir
-from kvtool.core.codec.rans.tables import BLOCK, I16, U8, U32, Columns, Stream
+from kvtool.core.codec.rans.tables import I16, U8, U32, Columns, Stream
 from kvtool.core.codec.record import Escapes, Record
 from kvtool.core.codec.row_subset import tail_of
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError, KvtoolError
-from kvtool.core.native.jit import kernel
+from kvtool.core.native.jit import Kind, kernel
 from kvtool.core.native.job import Job, Jobs, address, scratch
 
 AT_ONCE = 2 << 20  # bytes of keys and values, or one layer: what is made of them stays in a core's cache
 _NO_BASES: Mapping[str, Sequence[Payload]] = MappingProxyType({})
-_NO_PARTS: Mapping[str, Sequence[Sequence[Payload]]] = MappingProxyType({})
 _NOTHING, _NOWHERE = np.empty(0, np.int16), np.empty(0, np.uint32)
 
 
@@ -47,9 +46,7 @@ def encode_levels(
     """
     made: dict[str, list[Sequence[Payload]]] = {}
     if together := nested(levels):
-        below = {level: [[record] for record in records] for level, records in bases.items()}
-        some = encode_nested(profile, range(len(kvs)), kvs, together, below)
-        made |= {level: [*records] for level, records in some.items()}
+        made |= encode_nested(profile, range(len(kvs)), kvs, together, bases)
     return made | {level: [*codec.CODECS[level].encode_layers(kvs, profile)] for level in levels if level not in made}
 
 
@@ -72,9 +69,9 @@ def encode_nested(
     layers: Sequence[int],
     kvs: Sequence[LayerKV],
     levels: Sequence[str],
-    bases: Mapping[str, Sequence[Sequence[Payload]]] = _NO_PARTS,
-) -> dict[str, list[list[Payload]]]:
-    """Encode some layers of one chunk at some nested levels; as `encode_levels`, but for records given as parts.
+    bases: Mapping[str, Sequence[Payload]] = _NO_BASES,
+) -> dict[str, list[Sequence[Payload]]]:
+    """Encode some layers of one chunk at some nested levels, as `encode_levels` does.
 
     Raises DamagedError: the profile is another model's; ValueError: sides have different shapes or formats;
     KvtoolError: there is no profile, or a number is not finite.
@@ -83,16 +80,16 @@ def encode_nested(
         raise KvtoolError("this level needs a codec profile, and the store has none", "`kvtool compress` fits one")
     kvs = _check(profile, layers, kvs)
     order = sorted(levels, key=NESTED.index, reverse=True)  # coarsest first: a finer one names it
-    made: dict[str, list[list[Payload]]] = {level: [] for level in order}
+    made: dict[str, list[Sequence[Payload]]] = {level: [] for level in order}
     keys = kvs[0][0]
     step = max(1, AT_ONCE // max(1, SIDES * keys.numel() * keys.element_size()))
     for start, end in pairwise([*range(0, len(kvs), step), len(kvs)]):
         slab = _Slab(profile, layers[start:end], kvs[start:end])
-        below: dict[str, Sequence[Sequence[Payload]]] = {}
-        below |= {level: records[start:end] for level, records in bases.items()}
+        below: dict[str | None, list[Sequence[Payload]]] = {}
+        below |= {level: [[record] for record in records[start:end]] for level, records in bases.items()}
         for level in order:
-            below[level] = own = slab.records(level, below.get(coarser(level) or ""))
-            made[level] += own
+            below[level] = slab.records(level, below.get(coarser(level)))
+            made[level] += below[level]
     return made
 
 
@@ -106,13 +103,9 @@ def _check(profile: Profile, layers: Sequence[int], kvs: Sequence[LayerKV]) -> l
         raise DamagedError("a codec profile of another model")
     if len(shapes) == 1 and widest == layout.channels and keys.shape[0] % layout.groups == 0:
         return [(keys.cpu(), values.cpu()) for keys, values in kvs]
-    return [_filled_up((keys.cpu(), values.cpu()), layout) for keys, values in kvs]
-
-
-def _filled_up(kv: LayerKV, layout: Layout) -> LayerKV:
-    wide = wide_sides(kv, layout.channels)
-    keys, values = wide.view(SIDES, wide.shape[1], layout.groups, layout.size).transpose(1, 2)
-    return keys, values
+    wide = (wide_sides((keys.cpu(), values.cpu()), layout.channels) for keys, values in kvs)
+    filled = (sides.view(SIDES, -1, layout.groups, layout.size).transpose(1, 2) for sides in wide)
+    return [(sides[0], sides[1]) for sides in filled]
 
 
 class _Slab:
@@ -124,7 +117,7 @@ class _Slab:
         self._exact = [side for kv in kvs for side in kv]  # K and V in turn
         self._numbers = {NESTED[0]: self._finest()}
 
-    def records(self, level: str, bases: Sequence[Sequence[Payload]] | None) -> list[list[Payload]]:
+    def records(self, level: str, bases: Sequence[Sequence[Payload]] | None) -> list[Sequence[Payload]]:
         coded = [self._profile.coded(level, layer) for layer in self._layers]
         refines = bases is not None and coded[0].fine is not None
         streams, marked = self._refined(level, coded) if refines else self._alone(level, coded)
@@ -218,20 +211,18 @@ def symbols_of(numbers: I16, columns: Sequence[Columns]) -> list[tuple[U8, I16]]
     _check_numbers(numbers, columns)
     symbols = _cut("symbols", numbers.shape[1], columns)
     marked = scratch("marked", sum(part.size for part in symbols), np.int16)
-    starts = [end - part.size for end, part in zip(accumulate(part.size for part in symbols), symbols, strict=True)]
-    some = [number for number, part in enumerate(symbols) if part.size]
+    starts = [0, *accumulate(part.size for part in symbols)][:-1]
     counts = np.zeros(len(symbols), np.int64)
-    held = [columns[number].for_encoder for number in some]
-    first = np.array(starts, np.int64)[some]
-    jobs = _jobs(kernels_ir.SYMBOLS, numbers, columns, some)
+    addresses = [of.for_encoder for of in columns]
+    jobs = _jobs(kernels_ir.SYMBOLS, numbers, columns)
     jobs.set(
-        low=[one.low for one in held],
-        many=[one.many for one in held],
-        symbols=address(symbols[0]) + first,
-        escapes=address(counts) + counts.itemsize * np.array(some, np.int64),
-        marked=address(marked) + marked.itemsize * first,
+        low=[of.low for of in addresses],
+        many=[of.many for of in addresses],
+        symbols=[address(part) for part in symbols],
+        escapes=address(counts) + counts.itemsize * np.arange(len(counts)),
+        marked=address(marked) + marked.itemsize * np.array(starts, np.int64),
     )
-    jobs.run(kernel(kernels_ir.symbols_module))
+    _run(jobs, kernels_ir.symbols_module, symbols)
     return [
         (part, marked[start : start + count].copy())
         for part, start, count in zip(symbols, starts, counts.tolist(), strict=True)
@@ -246,14 +237,13 @@ def finer_symbols(numbers: I16, coarse: I16, columns: Sequence[Columns]) -> list
     _check_numbers(numbers, columns)
     _check_numbers(coarse, columns)
     symbols, contexts = (_cut(name, numbers.shape[1], columns) for name in ("symbols", "contexts"))
-    some = [number for number, part in enumerate(symbols) if part.size]
-    jobs = _jobs(kernels_ir.FINER, numbers, columns, some)
+    jobs = _jobs(kernels_ir.FINER, numbers, columns)
     jobs.set(
-        coarse=address(coarse) + coarse.strides[0] * np.array(some, np.int64),
-        symbols=[address(symbols[number]) for number in some],
-        contexts=[address(contexts[number]) for number in some],
+        coarse=address(coarse) + coarse.strides[0] * np.arange(len(coarse)),
+        symbols=[address(part) for part in symbols],
+        contexts=[address(part) for part in contexts],
     )
-    jobs.run(kernel(kernels_ir.finer_module))
+    _run(jobs, kernels_ir.finer_module, symbols)
     return list(zip(symbols, contexts, strict=True))
 
 
@@ -275,13 +265,18 @@ def _cut(name: str, rows: int, columns: Sequence[Columns]) -> list[U8]:
     return [whole[end - rows * width : end].reshape(rows, width) for end, width in zip(ends, widths, strict=True)]
 
 
-def _jobs(job: Job, numbers: I16, columns: Sequence[Columns], some: Sequence[int]) -> Jobs:
-    jobs = Jobs(job, len(some))
+def _jobs(job: Job, numbers: I16, columns: Sequence[Columns]) -> Jobs:
+    jobs = Jobs(job, len(columns))
     jobs.set(
-        numbers=address(numbers) + numbers.strides[0] * np.array(some, np.int64),
+        numbers=address(numbers) + numbers.strides[0] * np.arange(len(columns)),
         stride=numbers.strides[1],
-        places=[columns[number].for_encoder.places for number in some],
+        places=[address(of.places) for of in columns],
         rows=numbers.shape[1],
-        blocks=[columns[number].ids.shape[0] // BLOCK for number in some],
+        blocks=[len(of.places) for of in columns],
     )
     return jobs
+
+
+def _run(jobs: Jobs, kind: Kind, symbols: Sequence[U8]) -> None:
+    jobs.keep(np.array([part.size > 0 for part in symbols], np.bool_))  # a kernel's loops run once at least
+    jobs.run(kernel(kind))

@@ -85,7 +85,7 @@ class Forward:
     pitch: int
 
     def __call__(self, isa: Isa) -> str:
-        k, tile = FunctionBuilder("run", isa, JOBS), self.tile(isa)
+        k, tile = FunctionBuilder("run", isa, JOBS), tile_of(isa)
         odd = {lanes: k.alloca(f"<{lanes} x i32>").of("i32") for lanes in (isa.width, 1)}
         with FORWARD.each(k) as job:
             for lanes, memory in odd.items():
@@ -97,9 +97,6 @@ class Forward:
                 _number_all(tile, job, first, count)
             job.odd.store(any_bits(odd[isa.width].load(0, isa.width)) | odd[1].load(0, 1).lane(0))
         return module(gemm(isa, tile, self.pitch), k)
-
-    def tile(self, isa: Isa) -> Tile:
-        return tile_of(isa)
 
     def _gather(self, job: Fields, first: Value, count: Value, odd: dict[int, Value]) -> None:
         k = count.k
@@ -315,7 +312,7 @@ def numbers_of(isa: Isa, layout: Layout, weights: Sequence[Weights], sides: Sequ
         rows=out.shape[1],
         depth=layout.size,
         odd=address(odd) + np.arange(len(odd)) * odd.itemsize,
-        **_laid(weights, layout.size, layout.size, kind.tile(isa)),
+        **_laid(weights, layout.size, layout.size, tile_of(isa)),
     )
     jobs.run(kernel_for(isa, kind))
     return not odd.any()

@@ -82,9 +82,6 @@ FINER = Job(
 )
 
 
-# ---- decoding ----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Decode:
     refines: bool = False
@@ -206,9 +203,6 @@ def _with_escapes(job: Fields, entries: Sequence[Value], outs: Sequence[Value], 
         (lane < BLOCK).select(*outs).store(job.marked.load(k.minimum(number, job.last)), lane & (BLOCK - 1))
 
     return each_bit(bits & job.replace, escapes, replace)
-
-
-# ---- encoding ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
