@@ -84,14 +84,17 @@ class CpuBackend:
         return torch.from_numpy(numbers)
 
     def decode(self, streams: Sequence[Streams], numbers: torch.Tensor) -> None:
-        jobs = []
-        for columns, records, starts in streams:
-            marked, marks = None, list[int]()
-            if not columns.refines:
-                marked = np.concatenate([record.escapes.marked for record in records])
-                marks = [len(record.escapes.marked) for record in records]
-            words, rows = [record.streams[0] for record in records], [record.tokens for record in records]
-            jobs.append(coder.Decoding(words, columns, starts, rows, numbers.numpy(), marked, marks))
+        out = numbers.numpy()
+        jobs = [
+            coder.Decoding(
+                record.streams[0],
+                columns,
+                out[start : start + record.tokens],
+                None if columns.refines else record.escapes.marked,
+            )
+            for columns, records, starts in streams
+            for record, start in zip(records, starts, strict=True)
+        ]
         coder.decode(*jobs)
 
     def place(self, escapes: Escapes, numbers: torch.Tensor) -> None:
@@ -143,7 +146,7 @@ class GpuBackend(TorchProducts):
 
     def decode(self, streams: Sequence[Streams], numbers: torch.Tensor) -> None:
         jobs = [
-            CudaDecoding(record.streams[0], columns, record.tokens, numbers[start : start + record.tokens])
+            CudaDecoding(record.streams[0], columns, numbers[start : start + record.tokens])
             for columns, records, starts in streams
             for record, start in zip(records, starts, strict=True)
         ]

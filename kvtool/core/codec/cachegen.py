@@ -209,8 +209,8 @@ def _unpacked(record: Record, channels: int) -> tuple[F32, F32]:
     whole_rows = np.zeros((sum(heights), columns), np.int16)
     ends = np.cumsum(heights)
     parts = [whole_rows[end - height : end] for end, height in zip(ends, heights, strict=True)]
-    for stream, chosen, end, height in zip(record.streams, ids, ends.tolist(), heights, strict=True):
-        decode(Decoding([stream], in_order(chosen, tables), [end - height], [height], whole_rows))
+    for stream, chosen, part in zip(record.streams, ids, parts, strict=True):
+        decode(Decoding(stream, in_order(chosen, tables), part))
     record.escapes.place(whole_rows)
     escaped = np.flatnonzero(whole_rows == ESCAPE - ZERO)
     if len(escaped) != len(record.escapes.marked):

@@ -71,7 +71,7 @@ def sample(rows: int, columns: int, seed: int = 0, tables: TableSet = TABLES) ->
 def int16_job(stream: Stream, ids: U16, rows: int, tables: TableSet = TABLES, refines: bool = False) -> Decoding:
     """Into an array of its own, full of a number that no symbol gives."""
     out = np.full((rows, len(ids)), 999, np.int16)
-    return Decoding([stream], in_order(ids, tables, refines), [0], [rows], out)
+    return Decoding(stream, in_order(ids, tables, refines), out)
 
 
 def encoded(symbols: U8, columns: Columns, contexts: U8 | None = None) -> Stream:

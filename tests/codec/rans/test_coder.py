@@ -96,7 +96,7 @@ def test_blocks_go_to_their_places(machine: str) -> None:
     places = np.array([101, 3, 133, 50], np.int32)
     whole = np.full((3, 17, 2, 170), 77, np.int16)
     out = whole[1, :, 1]
-    decode(Decoding([stream_of(symbols, ids)], Columns(ids, TABLES, places), [0], [17], out))
+    decode(Decoding(stream_of(symbols, ids), Columns(ids, TABLES, places), out))
     numbers = symbols.astype(np.int16) - 128
     expected = np.full_like(whole, 77)
     for block, place in enumerate(places):
@@ -117,26 +117,26 @@ def test_escapes_are_replaced_in_the_streams_order(machine: str) -> None:
     places = np.array([101, 3, 133, 50], np.int32)
     out = np.zeros((22, 170), np.int16)
     stream, columns = stream_of(symbols, ids), Columns(ids, TABLES, places)
-    rows, count, twice = [11, 11], [len(marks)] * 2, np.tile(marks, 2)
-    decode(Decoding([stream] * 2, columns, [11, 0], rows, out, twice, count))
+    decode(*[Decoding(stream, columns, out[first : first + 11], marks) for first in (11, 0)])
     for first in (0, 11):
         for block, place in enumerate(places):
             assert np.array_equal(out[first : first + 11, place : place + 32], numbers[:, block * 32 : block * 32 + 32])
-    for wrong in ([count[0] - 1, count[0] + 1], [count[0] + 1, count[0] - 1], [0, 2 * count[0]], [2 * count[0], 0]):
-        with pytest.raises(DamagedError):
-            decode(Decoding([stream] * 2, columns, [0, 11], rows, out, twice, wrong))
+    for wrong in (marks[1:], np.append(marks, marks[:1]), marks[:0]):
+        for pair in ([wrong, marks], [marks, wrong]):
+            with pytest.raises(DamagedError):
+                decode(*[Decoding(stream, columns, out[:11], values) for values in pair])
 
 
 def test_no_escapes_where_none_are_marked(machine: str) -> None:
     symbols, ids = sample(9, 64, tables=TERNARY)
     job = int16_job(stream_of(symbols, ids, TERNARY), ids, 9, TERNARY)
-    decode(replace(job, marked=np.empty(0, np.int16), marks=[0]))
+    decode(replace(job, marked=np.empty(0, np.int16)))
     assert np.array_equal(job.out, symbols.astype(np.int16) - 128)
     nothing = int16_job(Stream.of(np.empty(0, np.uint16), np.full(64, 1 << 16, np.uint32)), ids, 0, TERNARY)
-    decode(replace(nothing, marked=np.empty(0, np.int16), marks=[0]))
+    decode(replace(nothing, marked=np.empty(0, np.int16)))
     for rows in (job, nothing):
         with pytest.raises(DamagedError):
-            decode(replace(rows, marked=np.zeros(1, np.int16), marks=[1]))
+            decode(replace(rows, marked=np.zeros(1, np.int16)))
 
 
 def test_streams_of_many_sizes_from_one_read_only_buffer(machine: str) -> None:
@@ -158,17 +158,16 @@ def test_streams_of_many_sizes_from_one_read_only_buffer(machine: str) -> None:
     rows = [len(symbols) for *_, symbols in found]
     starts = [sum(rows[index + 1 :]) + len(rows) - index for index in range(len(rows))]
     out = np.full((sum(rows) + len(rows) + 1, 128), 999, np.int16)
-    decode(Decoding(streams, in_order(ids, TABLES), starts, rows, out))
+    spans = [out[start : start + count] for start, count in zip(starts, rows, strict=True)]
+    decode(*[Decoding(stream, in_order(ids, TABLES), span) for stream, span in zip(streams, spans, strict=True)])
     expected = np.full_like(out, 999)
     for start, (*_, symbols) in zip(starts, found, strict=True):
         expected[start : start + len(symbols)] = symbols.astype(np.int16) - 128
     assert np.array_equal(out, expected)
 
 
-def test_nothing_to_do(machine: str) -> None:
-    ids, out = np.zeros(64, np.uint16), np.empty((0, 64), np.int16)
-    decode(Decoding([], in_order(ids, TABLES), [], [], out))
-    decode(Decoding([], in_order(ids, TABLES, refines=True), [], [], out))
+def test_nothing_to_do() -> None:
+    decode()
 
 
 @pytest.mark.parametrize("columns", [64, 320])
@@ -186,7 +185,7 @@ def test_refining(machine: str, columns: int) -> None:
     out = np.full((17, columns + 20), -5, np.int16)
     order = (places[:, None] + np.arange(32)).reshape(-1)
     out[:, order] = coarse
-    decode(Decoding([stream], fine, [0], [17], out))
+    decode(Decoding(stream, fine, out))
     change = np.where(coarse < 0, 128 - symbols.astype(np.int32), symbols.astype(np.int32) - 128)
     expected = np.full_like(out, -5)
     expected[:, order] = (3 * coarse.astype(np.int32) + change).astype(np.int16)

@@ -63,19 +63,18 @@ def test_mutations(machine: str) -> None:
         except DamagedError:
             refused += 1
             with pytest.raises(DamagedError):
-                decode(Decoding([stream], in_order(ids, TABLES), [0], [rows], out))
+                decode(Decoding(stream, in_order(ids, TABLES), out))
         else:
-            decode(Decoding([stream], in_order(ids, TABLES), [0], [rows], out))
+            decode(Decoding(stream, in_order(ids, TABLES), out))
             assert np.array_equal(out, expected.astype(np.int16) - 128)
         out[:] = CANARY
         assert (canvas == CANARY).all()
     assert 0.9 * MUTATIONS < refused < MUTATIONS  # a few mutations undo one another
 
 
-def together(streams: Sequence[Stream], ids: U16, rows: int) -> Decoding:
-    starts = [rows * number for number in range(len(streams))]
-    out = np.zeros((rows * len(streams), len(ids)), np.int16)
-    return Decoding(streams, in_order(ids, TABLES), starts, [rows] * len(streams), out)
+def together(streams: Sequence[Stream], ids: U16, rows: int) -> list[Decoding]:
+    out = np.zeros((len(streams), rows, len(ids)), np.int16)
+    return [Decoding(stream, in_order(ids, TABLES), part) for stream, part in zip(streams, out, strict=True)]
 
 
 def test_words_of_the_next_stream_are_not_ones_own(machine: str) -> None:
@@ -86,7 +85,7 @@ def test_words_of_the_next_stream_are_not_ones_own(machine: str) -> None:
         short = Stream.of(stream.words[:-cut], stream.states)
         behind = Stream.of(stream.words[len(stream.words) - cut :], stream.states)
         with pytest.raises(DamagedError):
-            decode(together([short, behind], ids, 8))
+            decode(*together([short, behind], ids, 8))
 
 
 def test_one_bad_stream_among_many(machine: str) -> None:
@@ -100,7 +99,7 @@ def test_one_bad_stream_among_many(machine: str) -> None:
         for place in range(3):
             streams = [bad if index == place else stream for index in range(3)]
             with pytest.raises(DamagedError):
-                decode(together(streams, ids, 8))
+                decode(*together(streams, ids, 8))
 
 
 def test_a_stream_without_rows(machine: str) -> None:
@@ -135,25 +134,15 @@ def test_a_callers_mistakes(machine: str) -> None:
     bad: list[dict[str, Any]] = [
         {"columns": Columns(ids, TABLES, np.array([0, 33], np.int32))},
         {"columns": Columns(ids, TABLES, np.array([0, 2**31 - 1], np.int32))},
-        {"rows": [3]},
-        {"rows": [1, 1]},
-        {"rows": [-1]},
-        {"starts": [1]},
-        {"starts": [-1]},
-        {"starts": []},
-        {"streams": []},
         {"out": good.out.astype(np.int32)},
         {"out": bits},
         {"out": np.zeros((2, 20), np.int16)},
         {"out": np.zeros((64, 2), np.int16).T},
         {"out": np.zeros(128, np.int16)},
         {"out": fixed},
-        {"marked": np.zeros(1, np.uint16), "marks": [1]},
-        {"marked": np.zeros((1, 1), np.int16), "marks": [1]},
-        {"marked": np.zeros(4, np.int16)[::2], "marks": [2]},
-        {"marked": np.zeros(1, np.int16)},
-        {"marked": np.zeros(1, np.int16), "marks": [2]},
-        {"marked": np.zeros(1, np.int16), "marks": [2, -1]},
+        {"marked": np.zeros(1, np.uint16)},
+        {"marked": np.zeros((1, 1), np.int16)},
+        {"marked": np.zeros(4, np.int16)[::2]},
         {"out": np.zeros((2, 64), np.float32)},
     ]
     for change in bad:
@@ -161,7 +150,7 @@ def test_a_callers_mistakes(machine: str) -> None:
             decode(dataclasses.replace(good, **change))
     fine = in_order(ids % 3, TABLES, refines=True)
     with pytest.raises(ValueError):
-        decode(dataclasses.replace(good, columns=fine, marked=np.empty(0, np.int16), marks=[0]))
+        decode(dataclasses.replace(good, columns=fine, marked=np.empty(0, np.int16)))
 
 
 def test_mistakes_of_columns() -> None:
@@ -181,8 +170,9 @@ def test_mistakes_of_columns() -> None:
 
 
 def test_jobs_that_refine_are_not_decoded_with_others() -> None:
-    ids, out = np.zeros(64, np.uint16), np.empty((1, 64), np.int16)
-    jobs = [Decoding([], in_order(ids, TABLES, refines), [], [], out) for refines in (False, True)]
+    symbols, ids = sample(1, 64, tables=TERNARY)
+    stream = stream_of(symbols, ids, TERNARY)
+    jobs = [int16_job(stream, np.zeros(64, np.uint16), 1, TERNARY, refines) for refines in (False, True)]
     with pytest.raises(ValueError, match="none does"):
         decode(*jobs)
 
@@ -204,6 +194,6 @@ def test_a_kernel_reads_nothing_behind_a_stream(name: str, refines: bool) -> Non
         states = np.frombuffer(memory, np.uint32, LANES, page - 4 * LANES)
         states[:] = 2**32 - 1
         stream = Stream(np.frombuffer(memory, np.uint16, count, at), states, begin + at)
-        (read,), _ = coder.run(kernel, [(int16_job(stream, ids, 300, tables), [0])])
+        ((read, _),) = coder.run(kernel, [int16_job(stream, ids, 300, tables)])
         assert ~read > count + 64
     libc.mprotect(ctypes.c_void_p(begin + page), ctypes.c_size_t(page), 3)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kvtool.core.codec.rans.kernels_ir import ENCODE, Decode, Encode
 from kvtool.core.codec.rans.tables import I16, LANES, LEAST_STATE, MOST_CONTEXT, U8, Columns, Stream
@@ -93,26 +91,21 @@ def _encode(function: Function, encodings: Sequence[Encoding]) -> list[Stream]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # see Stream
 class Decoding:
-    """Streams with the same columns, to decode into rows of one array."""
-
-    streams: Sequence[Stream]
+    stream: Stream
     columns: Columns
-    starts: Sequence[int]  # first row in `out` of each stream
-    rows: Sequence[int]  # of each stream; they do not overlap
     out: I16  # `[rows, stride]`, rows of contiguous numbers
-    marked: I16 | None = None  # what the escapes stand for, stream after stream; None: they stay 127
-    marks: Sequence[int] = ()  # number of these of each stream
+    marked: I16 | None = None  # what the escapes stand for, row by row; None: they stay 127
 
 
 def decode(*jobs: Decoding) -> None:
-    """Decode the streams of jobs in one call, on one core; other threads run meanwhile.
+    """Decode streams in one call, on one core; other threads run meanwhile.
 
     A number is its symbol - 128. Columns that refine make finer the coarser numbers q that `out` holds: with r = symbol
     - 128, q becomes 3q + r, or 3q - r where q < 0. A symbol's context is then min(|q|, 2). Numbers beyond int16 wrap.
 
-    Raises DamagedError: no encoder made a stream; `out` may hold anything. Raises ValueError: arrays have the wrong
+    Raises DamagedError: no encoder made a stream; `out` may hold anything. Raises ValueError: an array has the wrong
     shape or type, places are outside `out`, or only some jobs' columns refine.
     """
     refines = {job.columns.refines for job in jobs}
@@ -120,112 +113,63 @@ def decode(*jobs: Decoding) -> None:
         raise ValueError("all columns refine, or none does")
     for job in jobs:
         _check_decoding(job)
-    work = [(job, _with_rows(job)) for job in jobs]
-    if not any(numbers for _, numbers in work):
-        return
-    read, escapes = run(kernel(Decode(*refines)), work)
-    first = 0
-    for job, numbers in work:
-        end = first + len(numbers)
-        if read[first:end] != [len(job.streams[number].words) for number in numbers]:
+    filled = [job for job in jobs if len(job.out) and len(job.columns)]  # a kernel's loops run once at least
+    counts = iter(run(kernel(Decode(*refines)), filled) if filled else ())
+    for job in jobs:
+        if len(job.out) and len(job.columns):
+            read, escapes = next(counts)
+        else:
+            read, escapes = 0 if (job.stream.states == LEAST_STATE).all() else -1, 0
+        if read != len(job.stream.words):
             raise DamagedError("an encoded stream that does not end where it should")
-        for number, count in zip(numbers, escapes[first:end], strict=True):
-            _check_escapes(job, number, count)
-        first = end
+        if job.marked is not None and escapes != len(job.marked):
+            raise DamagedError("an encoded stream whose escapes are not those that were kept")
 
 
 def _check_decoding(job: Decoding) -> None:
-    out, marked, count = job.out, job.marked, len(job.streams)
+    out, marked = job.out, job.marked
     if out.ndim != 2 or out.dtype != np.int16 or not out.flags.behaved or (out.size and out.strides[1] != out.itemsize):
         raise ValueError("output is int16, [rows, stride], rows contiguous, aligned, and can be written")
     if job.columns.reach > out.shape[1]:
         raise ValueError("a place outside of the output")
-    if len(job.starts) != count or len(job.rows) != count or min((*job.starts, *job.rows), default=0) < 0:
-        raise ValueError("each stream has its rows in the output")
-    if any(start + rows > len(out) for start, rows in zip(job.starts, job.rows, strict=True)):
-        raise ValueError("rows outside of the output")
-    if marked is None:
-        return
-    if job.columns.refines or marked.dtype != np.int16 or marked.ndim != 1 or not marked.flags.c_contiguous:
+    if marked is not None and (
+        job.columns.refines or marked.dtype != np.int16 or marked.ndim != 1 or not marked.flags.c_contiguous
+    ):
         raise ValueError("marked values are a vector of int16; columns that refine know no escapes")
-    if len(job.marks) != count or min(job.marks, default=0) < 0 or sum(job.marks) != len(marked):
-        raise ValueError("each stream has its marked values")
 
 
-def _with_rows(job: Decoding) -> list[int]:
-    """The streams that a kernel is to run, as its loops run once at least. The others are checked here."""
-    numbers = [number for number, rows in enumerate(job.rows) if rows] if len(job.columns) else []
-    for number in set(range(len(job.streams))).difference(numbers) if len(numbers) < len(job.streams) else ():
-        stream = job.streams[number]
-        if len(stream.words) or (stream.states != LEAST_STATE).any():
-            raise DamagedError("an encoded stream that does not end where it should")
-        _check_escapes(job, number, 0)
-    return numbers
+def run(function: Function, jobs: Sequence[Decoding]) -> list[tuple[int, int]]:
+    """Run checked jobs in one call.
 
-
-def _check_escapes(job: Decoding, number: int, count: int) -> None:
-    if job.marked is not None and count != job.marks[number]:
-        raise DamagedError("an encoded stream whose escapes are not those that were kept")
-
-
-def run(function: Function, work: Sequence[tuple[Decoding, Sequence[int]]]) -> tuple[list[int], list[int]]:
-    """Run some streams of checked jobs, in one call.
-
-    Returns for each stream, one job after another, the number of words it asked for, negative where its states do not
-    end right; and the number of escapes that were replaced.
+    Returns for each the number of words that the stream asked for, negative where its states do not end right; and the
+    number of escapes that were replaced.
     """
-    results = np.empty((2, sum(len(numbers) for _, numbers in work)), np.int64)
-    rows: list[tuple[int, ...]] = []
-    arrays: list[npt.NDArray[Any]] = []
-    for job, numbers in work:
-        rows += _fields(job, numbers, address(results) + results.itemsize * len(rows), results.strides[0], arrays)
-    # One array of all: each call into numpy takes as long as a thousand symbols.
-    fields = np.array(rows, np.int64)
-    function(address(fields), len(fields))
-    read, escapes = results.tolist()
-    return read, escapes
-
-
-def _fields(
-    job: Decoding, numbers: Sequence[int], at: int, further: int, arrays: list[npt.NDArray[Any]]
-) -> Iterator[tuple[int, ...]]:
-    """Yield for each stream the fields of kernels_ir.DECODE, in their order.
-
-    `at` is the address of the first stream's count of words, `further` the bytes from it to the count of its escapes.
-    `arrays` collects what must outlive the call.
-    """
-    out, columns = job.out, job.columns
-    first, stride, groups = address(out), out.strides[0], columns.groups
-    shared = columns.first_slots, columns.tables.slots, columns.places
-    arrays += shared
-    bases, slots, places = map(address, shared)
-    marks, replace = _marks(job), 0 if job.marked is None else -1
-    for place, number in enumerate(numbers):
-        stream = job.streams[number]
-        yield (
-            stream.address,
-            len(stream.words),
-            stream.address + 2 * len(stream.words),
-            bases,
-            slots,
-            places,
-            first + stride * job.starts[number],
-            stride,
-            job.rows[number],
-            groups,
-            *marks[number],
-            replace,
-            at + further + 8 * place,
-            at + 8 * place,
-        )
-
-
-def _marks(job: Decoding) -> list[tuple[int, int]]:
-    """Return for each stream the address of its first marked value and the number of its last, which may be read."""
-    if job.marked is None or not len(job.marked):
-        return [(address(_NOTHING), 0)] * len(job.streams)
-    first, size, last = address(job.marked), job.marked.itemsize, len(job.marked) - 1
-    befores = (end - count for end, count in zip(accumulate(job.marks), job.marks, strict=True))
-    return [
-        (first + size * min(before, last), max(0, count - 1)) for before, count in zip(befores, job.marks, strict=True)
+    results = np.empty((len(jobs), 2), np.int64)
+    at = address(results)
+    columns = [job.columns.for_decoder for job in jobs]  # both lists keep what the kernel reads
+    marked = [
+        np.require(job.marked, requirements="A") if job.marked is not None and len(job.marked) else _NOTHING
+        for job in jobs
     ]
+    fields = [  # of kernels_ir.DECODE, in their order
+        (
+            job.stream.address,
+            len(job.stream.words),
+            job.stream.address + 2 * len(job.stream.words),
+            *addresses[:3],
+            address(job.out),
+            job.out.strides[0],
+            len(job.out),
+            job.columns.groups,
+            address(values),
+            len(values) - 1,
+            0 if job.marked is None else -1,
+            at + 16 * number + 8,
+            at + 16 * number,
+        )
+        for number, (job, addresses, values) in enumerate(zip(jobs, columns, marked, strict=True))
+    ]
+    # One array of all: each call into numpy takes as long as a thousand symbols.
+    memory = np.array(fields, np.int64)
+    function(address(memory), len(memory))
+    return [(read, escapes) for read, escapes in results.tolist()]

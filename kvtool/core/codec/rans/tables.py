@@ -121,9 +121,16 @@ def quantised(probabilities: npt.NDArray[np.float64]) -> U16:
     return np.asarray(whole + used, np.uint16)
 
 
-class EncoderAddresses(NamedTuple):
-    """Addresses of the vectors that an encoder's kernels read, and the vectors, which a caller holds meanwhile."""
+class DecoderAddresses(NamedTuple):
+    """Addresses of the vectors that a kernel reads, and the vectors, which a caller holds meanwhile."""
 
+    first_slots: int
+    slots: int
+    places: int
+    arrays: tuple[npt.NDArray[Any], ...]
+
+
+class EncoderAddresses(NamedTuple):
     low: int
     many: int
     first_entries: int
@@ -171,8 +178,10 @@ class Columns:
     # For kernels. A caller takes arrays and addresses together: two threads may make either at the same time.
 
     @cached_property
-    def first_slots(self) -> U32:
-        return self.ids.astype(np.uint32) * np.uint32(SLOTS)
+    def for_decoder(self) -> DecoderAddresses:
+        arrays = (self.ids.astype(np.uint32) * np.uint32(SLOTS), self.tables.slots, self.places)
+        first_slots, slots, places = map(address, arrays)
+        return DecoderAddresses(first_slots, slots, places, arrays)
 
     @cached_property
     def for_encoder(self) -> EncoderAddresses:
