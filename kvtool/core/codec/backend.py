@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import ClassVar, Protocol
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -27,47 +27,9 @@ from kvtool.core.native.job import scratch
 Streams = tuple[Columns, Sequence[Record], Sequence[int]]  # the columns of some records, and the first row of each
 
 
-class Backend(Protocol):
-    """Decodes streams to whole numbers, int16 `[rows, stride]`, and multiplies these to sides."""
-
-    def allocate(self, rows: int, stride: int, zeroed: bool) -> torch.Tensor:
-        """Memory for numbers; where it is not `zeroed`, columns that are not decoded hold anything."""
-        ...
-
-    def decode(self, streams: Sequence[Streams], numbers: torch.Tensor) -> None:
-        """Decode each record's stream from its first row on, escapes included, in one call. Raises DamagedError."""
-        ...
-
-    def place(self, escapes: Escapes, numbers: torch.Tensor) -> None:
-        """Put a record's escapes in columns that are not coded into its rows. Raises DamagedError: one is outside."""
-        ...
-
-    def multiply(
-        self, profile: Profile, layers: Sequence[int], level: str, numbers: torch.Tensor, out: torch.Tensor
-    ) -> None:
-        """Make sides `[layers, 2, tokens, groups, size]` of the coded columns of numbers `[layers, tokens, stride]`."""
-        ...
-
-
-def backend_for(dtype: torch.dtype, device: Device = None) -> Backend:
-    """The fastest that decodes to sides of a dtype.
-
-    Torch multiplies bfloat16 where the CPU has instructions for it that no kernel uses. Measured with one thread of an
-    AMD EPYC (Zen 5): decoding to bfloat16 0.80 GB/s by torch's products, 0.60 by kernels that widen it; to float32 0.35
-    and 0.59.
-    """
-    if device is not None:
-        return GpuBackend(device)
-    if dtype != torch.bfloat16 or not is_fast(NAMES[dtype]):
-        return CpuBackend()
-    if multiplies_bfloat16(best_isa()) and "amxbf16" not in cpu_features():
-        return CpuBackend(pairs=True)
-    return TorchBackend()
-
-
 @dataclass(frozen=True, slots=True)
 class CpuBackend:
-    """Machine code."""
+    """Machine code. Whole numbers are int16 `[rows, stride]`."""
 
     isa: Isa = field(default_factory=best_isa)
     pairs: bool = False  # bfloat16 is multiplied as such, two by two
@@ -78,12 +40,14 @@ class CpuBackend:
         return transform_kernels.numbers_of(self.isa, profile.layout, weights, sides, out)
 
     def allocate(self, rows: int, stride: int, zeroed: bool) -> torch.Tensor:
+        """This thread's memory for numbers; where it is not `zeroed`, columns that are not decoded hold anything."""
         numbers = scratch("decoded", rows * stride, np.int16).reshape(rows, stride)
         if zeroed:
             numbers[:] = 0
         return torch.from_numpy(numbers)
 
     def decode(self, streams: Sequence[Streams], numbers: torch.Tensor) -> None:
+        """Decode each record's stream from its first row on, escapes included, in one call. Raises DamagedError."""
         out = numbers.numpy()
         jobs = [
             coder.Decoding(
@@ -98,11 +62,13 @@ class CpuBackend:
         coder.decode(*jobs)
 
     def place(self, escapes: Escapes, numbers: torch.Tensor) -> None:
+        """Put a record's escapes in columns that are not coded into its rows. Raises DamagedError: one is outside."""
         escapes.place(numbers.numpy())
 
     def multiply(
         self, profile: Profile, layers: Sequence[int], level: str, numbers: torch.Tensor, out: torch.Tensor
     ) -> None:
+        """Make sides `[layers, 2, tokens, groups, size]` of the coded columns of numbers `[layers, tokens, stride]`."""
         if out.numel():
             tile = transform_kernels.backward_kernel(profile.layout, out.dtype, self.pairs).tile(self.isa)
             weights = [Weights.backward(profile, layer, level, out.dtype, tile) for layer in layers]
@@ -175,3 +141,22 @@ class GpuBackend(TorchProducts):
         if escapes.has_places(numbers.numel()):
             places = torch.from_numpy(escapes.places.astype(np.int64)).to(self.device)
             numbers.view(-1)[places] = torch.from_numpy(escapes.placed.astype(np.int16)).to(self.device)
+
+
+Backend: TypeAlias = "CpuBackend | GpuBackend"
+
+
+def backend_for(dtype: torch.dtype, device: Device = None) -> Backend:
+    """The fastest that decodes to sides of a dtype.
+
+    Torch multiplies bfloat16 where the CPU has instructions for it that no kernel uses. Measured with one thread of an
+    AMD EPYC (Zen 5): decoding to bfloat16 0.80 GB/s by torch's products, 0.60 by kernels that widen it; to float32 0.35
+    and 0.59.
+    """
+    if device is not None:
+        return GpuBackend(device)
+    if dtype != torch.bfloat16 or not is_fast(NAMES[dtype]):
+        return CpuBackend()
+    if multiplies_bfloat16(best_isa()) and "amxbf16" not in cpu_features():
+        return CpuBackend(pairs=True)
+    return TorchBackend()

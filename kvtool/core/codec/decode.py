@@ -38,33 +38,21 @@ def decode_layers(
     if any([record.tokens for record, _ in some] != tokens for some in items):
         raise DamagedError("compressed records of a chunk that differ in length")
     layout, ends = profile.layout, list(accumulate(tokens))
-    starts = [end - count for end, count in zip(ends, tokens, strict=True)]
-    shape = len(layers), SIDES, ends[-1], layout.groups, layout.size
+    starts, rows = [end - count for end, count in zip(ends, tokens, strict=True)], ends[-1]
+    shape = len(layers), SIDES, rows, layout.groups, layout.size
     out = torch.empty(shape, dtype=DTYPES[items[0][0][1].dtype], device=device)
     backend = backend_for(out.dtype, device)
-    step = max(1, AT_ONCE // max(1, 2 * ends[-1] * layout.stride))
+    step = max(1, AT_ONCE // max(1, 2 * rows * layout.stride))
     for first in range(0, len(layers), step):
-        part = slice(first, first + step)
-        _decode_slab(profile, layers[part], level, items[part], starts, out[part], backend)
+        slab, parsed = layers[first : first + step], items[first : first + step]
+        records = [[record for record, _ in chunks] for chunks in parsed]
+        refined = any(record.base for chunks in records for record in chunks)  # a finer level codes more columns
+        numbers = backend.allocate(len(slab) * rows, layout.stride, zeroed=refined)
+        firsts = [[at * rows + start for start in starts] for at in range(len(slab))]
+        fill(profile, list(zip(slab, parsed, firsts, strict=True)), numbers, backend)
+        whole = numbers.view(len(slab), rows, layout.stride)
+        sides_of(profile, slab, level, whole, records, out[first : first + step], backend)
     return out.flatten(3)
-
-
-def _decode_slab(
-    profile: Profile,
-    layers: Sequence[int],
-    level: str,
-    items: Sequence[Sequence[Parsed]],
-    starts: Sequence[int],
-    out: torch.Tensor,
-    backend: Backend,
-) -> None:
-    rows = out.shape[2]
-    refined = any(record.base for parsed in items for record, _ in parsed)
-    numbers = backend.allocate(len(layers) * rows, profile.layout.stride, zeroed=refined)  # a finer level codes more
-    firsts = [[at * rows + start for start in starts] for at in range(len(layers))]
-    fill(profile, list(zip(layers, items, firsts, strict=True)), numbers, backend)
-    records = [[record for record, _ in parsed] for parsed in items]
-    sides_of(profile, layers, level, numbers.view(len(layers), rows, -1), records, out, backend)
 
 
 def decodes_there(device: str) -> bool:
@@ -128,7 +116,7 @@ def sides_of(
 ) -> None:
     """Make sides `[layers, 2, tokens, groups, size]` of numbers `[layers, tokens, stride]` of one level.
 
-    Numbers are int16, or of the dtype of `out`. At each layer the records' numbers follow one another.
+    At each layer the records' numbers follow one another.
     """
     backend.multiply(profile, layers, level, numbers, out)
     for layer, some, sides in zip(layers, records, out, strict=True):

@@ -129,7 +129,7 @@ class Record:
             columns=columns,
             streams=tuple([cut.stream(number) for number in words[:count]]),
             side=cut.take(_U8, side).tobytes(),
-            escapes=_escapes(cut, placed, marked),
+            escapes=cut.escapes(placed, marked),
             steps=numbers[:2],
             errors=numbers[2:],
             profile=fields[18],
@@ -149,13 +149,6 @@ def _header(payload: Payload) -> tuple[Any, ...]:
     return fields
 
 
-def _escapes(cut: _Cut, placed: int, marked: int) -> Escapes:
-    escapes = Escapes(cut.take(_U32, placed), cut.take(_I16, placed), cut.take(_I16, marked))
-    if not bool((escapes.places[1:] > escapes.places[:-1]).all()):
-        raise DamagedError("a compressed record whose escapes are out of order")
-    return escapes
-
-
 class _Cut:
     def __init__(self, payload: Payload, at: int) -> None:
         self._payload, self._at = payload, at
@@ -164,6 +157,12 @@ class _Cut:
     def stream(self, words: int) -> Stream:
         begin = self._begin + self._at
         return Stream(self.take(_U16, words), self.take(_U32, LANES), begin)
+
+    def escapes(self, placed: int, marked: int) -> Escapes:
+        places, numbers = self.take(_U32, placed), self.take(_I16, placed)
+        if not (places[1:] > places[:-1]).all():
+            raise DamagedError("a compressed record whose escapes are out of order")
+        return Escapes(places, numbers, self.take(_I16, marked))
 
     def take(self, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
         if not count:

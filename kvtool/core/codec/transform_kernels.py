@@ -234,16 +234,16 @@ def _number_all(tile: Tile, job: Fields, first: Value, count: Value) -> None:
 class Weights:
     """The matrices of a layer's groups, K's first, laid out for a kernel."""
 
-    panels: tuple[F32 | None, ...]  # of each group; None: it has no depth
+    panels: tuple[F32, ...]  # of each group
     means: F32  # float32 `[2 * groups, size]`
     addresses: I64  # of both, int64 `[2 * groups, 2]`
 
     @classmethod
     def of(cls, matrices: Sequence[torch.Tensor], means: torch.Tensor, tile: Tile) -> Weights:
-        laid = tuple(panels(matrix.float().numpy(), tile) if len(matrix) else None for matrix in matrices)
+        laid = tuple(panels(matrix.float().numpy(), tile) for matrix in matrices)
         middle = np.ascontiguousarray(means.float().numpy())
         size = middle.strides[0]
-        places = [(0 if part is None else address(part), address(middle) + at * size) for at, part in enumerate(laid)]
+        places = [(address(part), address(middle) + at * size) for at, part in enumerate(laid)]
         return cls(laid, middle, np.array(places, np.int64))
 
     @classmethod
