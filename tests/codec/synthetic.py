@@ -96,9 +96,9 @@ def encode_nested(
     """One layer's records, as parts; without a profile those of the paper's scheme, for a layer of `LAYERS`."""
     if profile is None:
         return {level: [*CacheGen(f"cachegen-{level}")._encoded((keys, values), layer, LAYERS)] for level in levels}
-    below = {level: [[base]] for level, base in bases.items()}
+    below = {level: [base] for level, base in bases.items()}
     made = encoder.encode_nested(profile, [layer], [(keys, values)], levels, below)
-    return {level: records[0] for level, records in made.items()}
+    return {level: [*records[0]] for level, records in made.items()}
 
 
 def encoded(

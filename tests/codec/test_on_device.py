@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from kvtool.core.codec import CODECS, decode
+from kvtool.core.codec.backend import Backend, CpuBackend, GpuBackend
 from kvtool.core.codec.base import Encoded
-from kvtool.core.codec.decode import DeviceBuffer, HostBuffer, decodes_there
+from kvtool.core.codec.decode import decodes_there
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.record import Record
 from kvtool.core.errors import DamagedError
@@ -27,21 +28,21 @@ CPU = torch.device("cpu")
 def on_device(items: list[Encoded], level: str, data: bytes) -> tuple[np.ndarray, list[list[torch.Tensor]]]:
     """The whole numbers of all records, and their keys and values; runs in the interpreter's process."""
     of = Profile.from_bytes(data)
-    return numbers_of(items, of, DeviceBuffer), CODECS[level].decode(items, 0, shelf(of), CPU)
+    return numbers_of(items, of, GpuBackend(CPU)), CODECS[level].decode(items, 0, shelf(of), CPU)
 
 
-def numbers_of(items: Sequence[Encoded], of: Profile, kind: type[HostBuffer] | type[DeviceBuffer]) -> np.ndarray:
+def numbers_of(items: Sequence[Encoded], of: Profile, backend: Backend) -> np.ndarray:
     ends = list(accumulate(item.shape[1] for item in items))
-    numbers = kind(torch.zeros((ends[-1], of.layout.stride), dtype=torch.int16))
+    numbers = torch.zeros((ends[-1], of.layout.stride), dtype=torch.int16)
     records = [(Record.parse(item.payload), item) for item in items]
-    decode.fill(of, [(0, records, [0, *ends[:-1]])], numbers)
-    return numbers.tensor.numpy()
+    decode.fill(of, [(0, records, [0, *ends[:-1]])], numbers, backend)
+    return numbers.numpy()
 
 
 def check(interpreter: ProcessPoolExecutor, items: Sequence[Encoded], level: str, of: Profile) -> None:
     """The same numbers, hence the same tensors but for the order of sums."""
     numbers, pairs = interpreter.submit(on_device, list(items), level, of.data).result()
-    assert np.array_equal(numbers, numbers_of(items, of, HostBuffer))
+    assert np.array_equal(numbers, numbers_of(items, of, CpuBackend()))
     for ours, pair in zip(pairs, CODECS[level].decode(items, 0, shelf(of)), strict=True):
         for mine, side in zip(ours, pair, strict=True):
             assert mine.dtype == side.dtype

@@ -8,20 +8,20 @@ import numpy as np
 import pytest
 import torch
 
-from kvtool.core.codec import decode, encode
+from kvtool.core.codec import encode
 from kvtool.core.codec import transform_kernels as products
+from kvtool.core.codec.backend import CpuBackend, GpuBackend, TorchBackend, backend_for
 from kvtool.core.codec.base import DTYPES
 from kvtool.core.codec.cachegen import shipped
-from kvtool.core.codec.encode import finer_symbols, has_strays, wider
-from kvtool.core.codec.fit import coarsened
+from kvtool.core.codec.encode import coarsened, finer_symbols
 from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.profile import SIDES, Layout
 from kvtool.core.codec.rans.tables import ZERO, in_order
 from kvtool.core.common.machine import FEATURES
 from kvtool.core.errors import DamagedError
 from kvtool.core.native import isa as isas
-from kvtool.core.native.gemm import Tile
-from kvtool.core.native.isa import runnable
+from kvtool.core.native.gemm import Tile, tile_of
+from kvtool.core.native.isa import best_isa, multiplies_bfloat16, runnable
 from tests.codec.synthetic import KV, LAYERS, encode_nested, model, profile
 
 
@@ -43,12 +43,12 @@ def weights_of(
 )
 def test_numbers_are_those_of_torch(machine: str, dtype: str, groups: int, heads: int, dim: int, tokens: int) -> None:
     layout = Layout(groups, heads // groups * dim)
-    by = products.forward_by(layout, DTYPES[dtype])
-    matrices, means, weights = weights_of(layout, [layout.size] * SIDES * groups, by.tile)
+    isa = best_isa()
+    matrices, means, weights = weights_of(layout, [layout.size] * SIDES * groups, tile_of(isa))
     whole = dice(SIDES, tokens, heads, dim, size=3.0).to(DTYPES[dtype])
     sides = [whole[0].transpose(0, 1), whole[1].transpose(0, 1).contiguous()]
     out = np.full((1, tokens, layout.stride), 77, np.int16)
-    assert products.numbers_of(layout, by, [weights], products.Places.of(sides), out)
+    assert products.numbers_of(isa, layout, [weights], sides, out)
     for side in range(SIDES):
         for group in range(groups):
             at = side * groups + group
@@ -63,12 +63,12 @@ def test_numbers_are_those_of_torch(machine: str, dtype: str, groups: int, heads
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 def test_ties_go_to_the_even_number_and_the_largest_ends(machine: str, dtype: str) -> None:
     layout = Layout(1, 40)
-    by = products.forward_by(layout, DTYPES[dtype])
-    weights = products.Weights.of([torch.eye(40)] * 2, torch.zeros(2, 40), by.tile)
+    isa = best_isa()
+    weights = products.Weights.of([torch.eye(40)] * 2, torch.zeros(2, 40), tile_of(isa))
     ends = [0.5, 1.5, -0.5, -2.5, 40000.0, -40000.0]
     side = torch.tensor([ends * 7])[:, None, :40].to(DTYPES[dtype])
     out = np.zeros((1, 1, layout.stride), np.int16)
-    assert products.numbers_of(layout, by, [weights], products.Places.of([side, side]), out)
+    assert products.numbers_of(isa, layout, [weights], [side, side], out)
     assert out[0, 0, :6].tolist() == [0, 2, 0, -2, 32766, -32767]
     assert out[0, 0, 39] == -2
 
@@ -87,24 +87,22 @@ def test_a_number_that_is_not_finite_is_seen(machine: str, dtype: str, place: in
 @pytest.mark.some(8)
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 @pytest.mark.parametrize(("groups", "size", "tokens"), [(1, 48, 1), (2, 20, 97), (1, 192, 200), (3, 64, 5)])
-@pytest.mark.parametrize("makes", ["backward_by", "reading_by"])
-def test_sides_are_those_of_torch(
-    machine: str, makes: str, dtype: str, groups: int, size: int, tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("pairs", [False, True])
+def test_sides_are_those_of_torch(machine: str, pairs: bool, dtype: str, groups: int, size: int, tokens: int) -> None:
     """Rounded once; columns that are not coded, and groups of which nothing is, add nothing."""
-    monkeypatch.setattr(products, "torch_is_faster", lambda _: False)
-    layout = Layout(groups, size)
-    by = getattr(products, makes)(layout, DTYPES[dtype])
-    assert by.tile.pairs == (makes == "reading_by" and products.multiplies_pairs(DTYPES[dtype]))
+    layout, isa = Layout(groups, size), best_isa()
+    if pairs and (dtype != "bfloat16" or not multiplies_bfloat16(isa)):
+        pytest.skip("the CPU does not multiply pairs")
+    tile = products.backward_kernel(layout, DTYPES[dtype], pairs).tile(isa)
     widths = [layout.padded if at % 3 == 0 else 32 if at % 3 == 1 else 0 for at in range(SIDES * groups)]
-    matrices, means, weights = weights_of(layout, widths, by.tile)
-    if by.tile.pairs:
+    matrices, means, weights = weights_of(layout, widths, tile)
+    if pairs:
         matrices = [matrix.bfloat16() for matrix in matrices]
     random = np.random.default_rng(1)
     numbers = random.integers(-9, 10, (1, tokens, layout.stride)).astype(np.int16)
     numbers[0, 0, :4] = 300, -2049, 32766, -32767
     out = torch.empty((1, SIDES, tokens, groups, size), dtype=DTYPES[dtype])
-    products.sides_of(layout, by, [weights], [widths], numbers, out)
+    products.sides_of(isa, layout, [weights], [widths], numbers, out, pairs)
     for at, width in enumerate(widths):
         side, group = divmod(at, groups)
         taken = torch.from_numpy(numbers[0, :, at * layout.padded :][:, :width]).to(DTYPES[dtype]).double()
@@ -135,8 +133,7 @@ def test_errors_are_those_of_doubles(machine: str, dtype: str) -> None:
 def test_every_number_nests(machine: str) -> None:
     numbers = np.arange(-32767, 32767, dtype=np.int16)
     numbers = np.concatenate([numbers, numbers[: -len(numbers) % 32]]).reshape(1, -1, 32)
-    made = wider(numbers, np.empty_like(numbers))
-    assert np.array_equal(made, coarsened(numbers))
+    made = coarsened(numbers)
     columns = [in_order(np.zeros(64, np.uint16), shipped())]
     pairs = numbers.reshape(1, -1, 64), made.reshape(1, -1, 64)
     ((symbols, contexts),) = finer_symbols(*pairs, columns)
@@ -145,15 +142,6 @@ def test_every_number_nests(machine: str) -> None:
     assert {*np.unique(rest).tolist()} <= {-1, 0, 1}
     assert np.array_equal(3 * coarse + np.where(coarse < 0, -rest, rest), fine)
     assert np.array_equal(contexts, np.minimum(np.abs(coarse), 2))
-
-
-def test_what_stands_outside_is_found(machine: str) -> None:
-    numbers = np.zeros((3, 5, 128), np.int16)
-    numbers[1, 4, 127] = -1
-    numbers[2, 0, 31] = 4
-    here = np.array([64, 96], np.int32)
-    assert has_strays(numbers, [here, here, here]) == [False, True, False]
-    assert has_strays(numbers, [here[:0], here[:1], np.array([0], np.int32)]) == [False, False, True]
 
 
 def some_layers(tokens: int, dtype: torch.dtype = torch.bfloat16) -> list[KV]:
@@ -209,20 +197,22 @@ def test_what_does_not_fit_is_refused_before_it_is_read(machine: str) -> None:
             encode_nested(*wrong, 0, ["2"], profile())
 
 
-@pytest.mark.parametrize("dtype", sorted(DTYPES))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("level", NESTED)
 def test_what_is_decoded_here_and_by_torch(machine: str, level: str, dtype: str) -> None:
     """The same but for roundings: one of them states an error that holds for the other."""
     of, layout = profile(), profile().layout
     numbers = np.random.default_rng(0).integers(-20, 21, (1, 31, layout.stride)).astype(np.int16)
     out = []
-    for by in (None, products.reading_by(layout, DTYPES[dtype])):
+    by_torch = TorchBackend() if dtype == "bfloat16" else GpuBackend(torch.device("cpu"))
+    for backend in (by_torch, CpuBackend(), backend_for(DTYPES[dtype])):
         made = torch.empty((1, SIDES, 31, layout.groups, layout.size), dtype=DTYPES[dtype])
-        decode.sides_of(of, [1], level, torch.from_numpy(numbers), [[]], made, by)
+        backend.multiply(of, [1], level, torch.from_numpy(numbers), made)
         out.append(made.float())
-    apart = (out[0] - out[1]).abs()
-    assert apart.max() <= 2 * torch.finfo(DTYPES[dtype]).eps * out[0].abs().max()
-    assert apart.mean() <= 0.01 * torch.finfo(DTYPES[dtype]).eps * out[0].abs().max() + 1e-6
+    for other in out[1:]:
+        apart = (out[0] - other).abs()
+        assert apart.max() <= 2 * torch.finfo(DTYPES[dtype]).eps * out[0].abs().max()
+        assert apart.mean() <= 0.01 * torch.finfo(DTYPES[dtype]).eps * out[0].abs().max() + 1e-6
 
 
 @pytest.mark.parametrize(
@@ -237,7 +227,9 @@ def test_what_is_decoded_here_and_by_torch(machine: str, level: str, dtype: str)
 def test_who_multiplies_bfloat16(features: str, machine: str, pairs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isas, "runnable", lambda: (machine,))
     monkeypatch.setenv(FEATURES, features)
-    assert products.multiplies_pairs(torch.bfloat16) is pairs
-    assert not products.multiplies_pairs(torch.float32)
+    torchs = type(backend_for(torch.bfloat16)) is TorchBackend
+    assert (backend_for(torch.bfloat16) == CpuBackend(pairs=True)) is pairs
+    assert torchs is ("bf16" in features and not pairs)
+    assert backend_for(torch.float32) == CpuBackend()
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    assert not products.multiplies_pairs(torch.bfloat16)
+    assert backend_for(torch.bfloat16) == CpuBackend()

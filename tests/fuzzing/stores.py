@@ -181,7 +181,7 @@ def rans(data: bytes) -> None:
     except DamagedError:
         expected = None
     try:
-        coder.decode(coder.Decoding([stream], in_order(ids, tables), [0], [rows], out))
+        coder.decode(coder.Decoding(stream, in_order(ids, tables), out))
     except DamagedError:
         assert expected is None
         return

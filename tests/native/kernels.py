@@ -50,9 +50,9 @@ def hashes() -> dict[str, str]:
 
 
 def _entropy() -> Kernels:
-    kinds = {form: kernels_ir.Decode(form) for form in (*kernels_ir.FORMS, kernels_ir.REFINE)}
+    kinds: dict[str, Any] = {"int16": kernels_ir.Decode(), "refine": kernels_ir.Decode(refines=True)}
     kinds |= {"encode": kernels_ir.Encode(False), "encode with contexts": kernels_ir.Encode(True)}
-    kinds |= {name: getattr(kernels_ir, f"{name}_module") for name in ("symbols", "finer", "wider", "stray")}
+    kinds |= {name: getattr(kernels_ir, f"{name}_module") for name in ("symbols", "finer")}
     for isa, (name, kind) in product(ISAS, kinds.items()):
         yield f"entropy/{name}/{isa}", lambda isa=isa, kind=kind: kind(ISAS[isa])
 

@@ -70,20 +70,21 @@ class CacheGen(SelfContained):
         step = STEPS[self._number - 1] * _THIRDS[min(2, 3 * layer // layers)]
         sides = [quantise(side, step * _spread_of(side)) for side in both.numpy()]
         restored = torch.stack([torch.from_numpy(side.values) for side in sides]).to(kv[0].dtype).float()
-        streams, marked = [], []
-        parts = [*(side.rows for side in sides), *(side.anchors for side in sides)]
-        for part in parts:
-            columns = in_order(part.ids, shipped())
-            ((symbols, escapes),) = symbols_of(part.numbers[None], [columns])
+        streams, marked, ids = [], [], []
+        for part in (*(side.rows for side in sides), *(side.anchors for side in sides)):
+            numbers = np.pad(part, ((0, 0), (0, padded(part.shape[1]) - part.shape[1])))
+            columns = in_order(cheapest(numbers), shipped())
+            ((symbols, escapes),) = symbols_of(numbers[None], [columns])
             streams += encode(Encoding(symbols, columns))
             marked.append(escapes)
-        widths, ids = [side.widths.astype("<f4") for side in sides], [part.ids.astype(np.uint8) for part in parts]
+            ids.append(columns.ids.astype(np.uint8))
+        widths = [side.widths.astype("<f4") for side in sides]
         return Record(
             transformed=False,
             level=self._number,
             base=0,
             tokens=both.shape[1],
-            columns=parts[0].numbers.shape[1],
+            columns=padded(both.shape[2]),
             streams=tuple(streams),
             escapes=Escapes(np.empty(0, np.uint32), np.empty(0, np.int16), np.concatenate(marked)),
             steps=(sides[0].step, sides[1].step),
@@ -107,24 +108,10 @@ def _errors(sides: torch.Tensor, made: torch.Tensor) -> tuple[float, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Coding:
-    """A stream's numbers, int16 `[rows, columns]`, columns padded to a multiple of 64; and each column's table."""
-
-    numbers: I16
-    ids: U16
-
-    @classmethod
-    def of(cls, rows: I16) -> Coding:
-        numbers = np.zeros((len(rows), padded(rows.shape[1])), np.int16)
-        numbers[:, : rows.shape[1]] = rows
-        return cls(numbers, cheapest(numbers))
-
-
-@dataclass(frozen=True, slots=True)
 class Side:
     step: float
-    rows: Coding  # without the anchors' rows
-    anchors: Coding
+    rows: I16  # `[rows, C]`, without the anchors' rows
+    anchors: I16  # `[rows, C]`
     widths: F32  # step of each channel's anchors, float32
     values: F32  # the decoded side, `[tokens, C]`
 
@@ -137,7 +124,7 @@ def quantise(side: F32, step: float) -> Side:
     base = _spread(quantised * widths, len(side))
     rows = _clipped((side - base) / np.float32(step))
     rows[anchors] = 0
-    return Side(step, Coding.of(rows[~anchors]), Coding.of(quantised), widths, rows * np.float32(step) + base)
+    return Side(step, rows[~anchors], quantised, widths, rows * np.float32(step) + base)
 
 
 def padded(channels: int) -> int:
@@ -209,9 +196,9 @@ def _unpacked(record: Record, channels: int) -> tuple[F32, F32]:
     whole_rows = np.zeros((sum(heights), columns), np.int16)
     ends = np.cumsum(heights)
     parts = [whole_rows[end - height : end] for end, height in zip(ends, heights, strict=True)]
-    for stream, chosen, end, height in zip(record.streams, ids, ends.tolist(), heights, strict=True):
-        decode(Decoding([stream], in_order(chosen, tables), [end - height], [height], whole_rows))
-    record.escapes.place(whole_rows, "int16")
+    for stream, chosen, part in zip(record.streams, ids, parts, strict=True):
+        decode(Decoding(stream, in_order(chosen, tables), part))
+    record.escapes.place(whole_rows)
     escaped = np.flatnonzero(whole_rows == ESCAPE - ZERO)
     if len(escaped) != len(record.escapes.marked):
         raise DamagedError("a compressed record whose escapes are not those of its streams")

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate, compress
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from kvtool.core.codec import transform_kernels
-from kvtool.core.codec.base import DTYPES, NAMES, Encoded
+from kvtool.core.codec.backend import Backend, Streams, backend_for
+from kvtool.core.codec.base import DTYPES, Device, Encoded
 from kvtool.core.codec.levels import NESTED, check_of
 from kvtool.core.codec.profile import SIDES, Profile
-from kvtool.core.codec.rans import coder
-from kvtool.core.codec.rans.tables import ESCAPE, ZERO, Columns
-from kvtool.core.codec.rans.triton import CudaDecoding, decode_batch_cuda
-from kvtool.core.codec.record import Escapes, Record, in_form
-from kvtool.core.common.machine import product_dtype
+from kvtool.core.codec.record import Record
 from kvtool.core.errors import DamagedError
 from kvtool.core.kernels.triton_jit import has_triton
-from kvtool.core.native.job import scratch
 
 Parsed = tuple[Record, Encoded]
 Work = tuple[int, Sequence[Parsed], Sequence[int]]  # a layer, some records of it, and the first row of each
-Streams = tuple[Columns, Sequence[Record], Sequence[int]]  # the columns of some records, and the first row of each
 AT_ONCE = 1 << 20  # bytes of decoded numbers, or one layer's: what is made of them finds them in a core's cache
 
 
@@ -35,7 +26,7 @@ def decode_layers(
     layers: Sequence[int],
     level: str,
     items: Sequence[Sequence[Parsed]],
-    device: torch.device | None = None,
+    device: Device = None,
 ) -> torch.Tensor:
     """Decode sides `[layers, 2, tokens, C]` of records of one level, profile and dtype.
 
@@ -47,138 +38,39 @@ def decode_layers(
     if any([record.tokens for record, _ in some] != tokens for some in items):
         raise DamagedError("compressed records of a chunk that differ in length")
     layout, ends = profile.layout, list(accumulate(tokens))
-    starts = [end - count for end, count in zip(ends, tokens, strict=True)]
-    shape = len(layers), SIDES, ends[-1], layout.groups, layout.size
+    starts, rows = [end - count for end, count in zip(ends, tokens, strict=True)], ends[-1]
+    shape = len(layers), SIDES, rows, layout.groups, layout.size
     out = torch.empty(shape, dtype=DTYPES[items[0][0][1].dtype], device=device)
-    step = max(1, AT_ONCE // max(1, 2 * ends[-1] * layout.stride))
+    backend = backend_for(out.dtype, device)
+    step = max(1, AT_ONCE // max(1, 2 * rows * layout.stride))
     for first in range(0, len(layers), step):
-        part = slice(first, first + step)
-        _decode_slab(profile, layers[part], level, items[part], starts, out[part], device)
+        slab, parsed = layers[first : first + step], items[first : first + step]
+        records = [[record for record, _ in chunks] for chunks in parsed]
+        refined = any(record.base for chunks in records for record in chunks)  # a finer level codes more columns
+        numbers = backend.allocate(len(slab) * rows, layout.stride, zeroed=refined)
+        firsts = [[at * rows + start for start in starts] for at in range(len(slab))]
+        fill(profile, list(zip(slab, parsed, firsts, strict=True)), numbers, backend)
+        whole = numbers.view(len(slab), rows, layout.stride)
+        sides_of(profile, slab, level, whole, records, out[first : first + step], backend)
     return out.flatten(3)
-
-
-def _decode_slab(
-    profile: Profile,
-    layers: Sequence[int],
-    level: str,
-    items: Sequence[Sequence[Parsed]],
-    starts: Sequence[int],
-    out: torch.Tensor,
-    device: torch.device | None,
-) -> None:
-    rows = out.shape[2]
-    shape = (len(layers) * rows, profile.layout.stride)
-    refined = any(record.base for some in items for record, _ in some)
-    by = None if out.is_cuda else transform_kernels.reading_by(profile.layout, out.dtype)
-    whole: HostBuffer | DeviceBuffer
-    if device is None:
-        whole = HostBuffer.of(shape, by, refined)
-    else:
-        whole = DeviceBuffer(torch.zeros(shape, dtype=torch.int16, device=device))
-    firsts = [[at * rows + start for start in starts] for at in range(len(layers))]
-    fill(profile, list(zip(layers, items, firsts, strict=True)), whole)
-    records = [[record for record, _ in some] for some in items]
-    sides_of(profile, layers, level, whole.tensor.view(len(layers), rows, -1), records, out, by)
-
-
-# ---- streams to numbers ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class HostBuffer:
-    """Coefficients in main memory, `[rows, stride]`, int16, or bfloat16 that holds the same numbers."""
-
-    tensor: torch.Tensor
-    form: coder.Form = "int16"
-
-    @classmethod
-    def of(cls, shape: tuple[int, int], by: transform_kernels.Multiplier | None, refined: bool) -> HostBuffer:
-        """Make a buffer for numbers of which `by`, or else torch, makes sides; only int16 is refined.
-
-        Torch does for bfloat16 alone, in which it multiplies faster on some CPUs.
-        """
-        if by is not None:  # in this thread's memory: a kernel reads only what has been decoded
-            held = scratch("decoded", shape[0] * shape[1], np.int16).reshape(shape)
-            if refined:
-                held[:] = 0  # a finer level codes more columns than its base
-            return cls(torch.from_numpy(held))
-        if refined:
-            return cls(torch.zeros(shape, dtype=torch.int16))
-        return cls(torch.empty(shape, dtype=torch.bfloat16), "bfloat16")
-
-    @property
-    def _held(self) -> npt.NDArray[Any]:
-        return self.tensor.view(torch.int16).numpy().view(coder.HELD[self.form])
-
-    def decode(self, streams: Sequence[Streams]) -> None:
-        """Decode each record's stream from its first row on, escapes included, in one call. Raises DamagedError."""
-        jobs = []
-        for columns, records, starts in streams:
-            marked, marks = None, list[int]()
-            if not columns.refines:
-                marked = in_form(np.concatenate([record.escapes.marked for record in records]), self.form)
-                marks = [len(record.escapes.marked) for record in records]
-            words, rows = [record.streams[0] for record in records], [record.tokens for record in records]
-            jobs.append(coder.Decoding(words, columns, starts, rows, self._held, self.form, marked, marks))
-        coder.decode(*jobs)
-
-    def place(self, escapes: Escapes, start: int, rows: int) -> None:
-        if len(escapes.places):
-            escapes.place(self._held[start : start + rows], self.form)
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceBuffer:
-    tensor: torch.Tensor
-
-    def decode(self, streams: Sequence[Streams]) -> None:
-        jobs = [
-            CudaDecoding(record.streams[0], columns, record.tokens, self.tensor[start : start + record.tokens])
-            for columns, records, starts in streams
-            for record, start in zip(records, starts, strict=True)
-        ]
-        decode_batch_cuda(jobs, self.tensor.device)
-        for columns, records, starts in streams:
-            if not columns.refines:
-                self._replace(columns, records, starts)
-
-    def _replace(self, columns: Columns, records: Sequence[Record], starts: Sequence[int]) -> None:
-        device, rows = self.tensor.device, [record.tokens for record in records]
-        marked = [record.escapes.marked for record in records]
-        wanted = torch.from_numpy(columns.numbers).to(device)
-        spans = zip(starts, rows, strict=True)
-        at = torch.cat([torch.arange(start, start + count) for start, count in spans]).to(device)
-        escaped = (self.tensor[at[:, None], wanted] == ESCAPE - ZERO).nonzero()
-        ends = np.fromiter(accumulate(rows), np.int64)
-        of_stream = np.searchsorted(ends, escaped[:, 0].cpu().numpy(), side="right")
-        if np.bincount(of_stream, minlength=len(rows)).tolist() != [*map(len, marked)]:
-            raise DamagedError("an encoded stream whose escapes are not those that were kept")
-        if len(escaped):
-            values = torch.from_numpy(np.concatenate(marked)).to(device)
-            self.tensor[at[escaped[:, 0]], wanted[escaped[:, 1]]] = values
-
-    def place(self, escapes: Escapes, start: int, rows: int) -> None:
-        numbers = self.tensor[start : start + rows].view(-1)
-        if escapes.has_places(numbers.numel()):
-            places = torch.from_numpy(escapes.places.astype(np.int64)).to(numbers.device)
-            numbers[places] = torch.from_numpy(escapes.placed.astype(np.int16)).to(numbers.device)
 
 
 def decodes_there(device: str) -> bool:
     return device.startswith("cuda") and has_triton()
 
 
-def fill(profile: Profile, work: Sequence[Work], buffer: HostBuffer | DeviceBuffer) -> None:
+def fill(profile: Profile, work: Sequence[Work], numbers: torch.Tensor, backend: Backend) -> None:
     """Decode records of one level, coarser levels first, into their coded columns. Raises DamagedError."""
     for refines in (False, True):
         some = [one for one in (_chosen(*one, refines) for one in work) if one[1]]
         if refines and some:
             bases = [(layer, [_base_of(*item) for item in items], starts) for layer, items, starts in some]
-            fill(profile, bases, buffer)
-        buffer.decode([_streams(profile, *one, refines) for one in some])
+            fill(profile, bases, numbers, backend)
+        backend.decode([_streams(profile, *one, refines) for one in some], numbers)
     for _, items, starts in work:
         for (record, _), start in zip(items, starts, strict=True):
-            buffer.place(record.escapes, start, record.tokens)
+            if len(record.escapes.places):
+                backend.place(record.escapes, numbers[start : start + record.tokens])
 
 
 def _chosen(layer: int, items: Sequence[Parsed], starts: Sequence[int], refines: bool) -> Work:
@@ -213,9 +105,6 @@ def _base_of(record: Record, item: Encoded) -> Parsed:
     return base, item.base
 
 
-# ---- numbers to sides --------------------------------------------------------------------------------------------
-
-
 def sides_of(
     profile: Profile,
     layers: Sequence[int],
@@ -223,39 +112,16 @@ def sides_of(
     numbers: torch.Tensor,
     records: Sequence[Sequence[Record]],
     out: torch.Tensor,
-    by: transform_kernels.Multiplier | None,
+    backend: Backend,
 ) -> None:
     """Make sides `[layers, 2, tokens, groups, size]` of numbers `[layers, tokens, stride]` of one level.
 
-    Numbers are int16, or of the dtype of `out`. At each layer the records' numbers follow one another.
+    At each layer the records' numbers follow one another.
     """
-    if by is not None and out.numel():
-        weights = [transform_kernels.Weights.backward(profile, layer, level, out.dtype, by.tile) for layer in layers]
-        widths = [profile.coded(level, layer).widths for layer in layers]
-        transform_kernels.sides_of(profile.layout, by, weights, widths, numbers.numpy(), out)
-    else:
-        for layer, own, sides in zip(layers, numbers, out, strict=True):
-            _sides_by_torch(profile, layer, level, own, sides)
+    backend.multiply(profile, layers, level, numbers, out)
     for layer, some, sides in zip(layers, records, out, strict=True):
         if any(len(record.escapes.places) for record in some):
             _add_outside(profile, layer, level, some, sides)
-
-
-def _sides_by_torch(profile: Profile, layer: int, level: str, numbers: torch.Tensor, out: torch.Tensor) -> None:
-    """Multiply in the format that is fast here, with weights rounded to the output's.
-
-    On a GPU, where the products cost least, in float32: a number far from all others would show the weights' rounding.
-    """
-    layout, kept = profile.layout, torch.float32 if out.is_cuda else out.dtype
-    dtype = torch.float32 if out.is_cuda else DTYPES[product_dtype(NAMES[out.dtype], out.device.type)]
-    back, means = (part.to(dtype) for part in profile.backward(layer, level, kept, out.device))
-    wide = numbers.to(kept).to(dtype)
-    widths = profile.coded(level, layer).widths
-    for side in range(SIDES):
-        for group in range(layout.groups):
-            start, width = layout.start(side, group), widths[side * layout.groups + group]
-            taken = wide[:, start : start + width]
-            out[side, :, group] = torch.addmm(means[side, group], taken, back[side, group, :width])
 
 
 def _add_outside(profile: Profile, layer: int, level: str, records: Sequence[Record], out: torch.Tensor) -> None:

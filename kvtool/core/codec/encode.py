@@ -11,22 +11,22 @@ import torch
 
 from kvtool.core import codec
 from kvtool.core.codec import transform_kernels
+from kvtool.core.codec.backend import CpuBackend
 from kvtool.core.codec.base import LayerKV, Payload, wide_sides
 from kvtool.core.codec.decode import sides_of
 from kvtool.core.codec.levels import NESTED, check_of, coarser, level_of, nested
-from kvtool.core.codec.profile import SIDES, CodedColumns, Layout, Profile
+from kvtool.core.codec.profile import SIDES, CodedColumns, Profile
 from kvtool.core.codec.rans import coder, kernels_ir
-from kvtool.core.codec.rans.tables import BLOCK, I16, I32, U8, U32, Columns, Stream
+from kvtool.core.codec.rans.tables import I16, U8, U32, Columns, Stream
 from kvtool.core.codec.record import Escapes, Record
 from kvtool.core.codec.row_subset import tail_of
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError, KvtoolError
-from kvtool.core.native.jit import kernel
+from kvtool.core.native.jit import Kind, kernel
 from kvtool.core.native.job import Job, Jobs, address, scratch
 
 AT_ONCE = 2 << 20  # bytes of keys and values, or one layer: what is made of them stays in a core's cache
 _NO_BASES: Mapping[str, Sequence[Payload]] = MappingProxyType({})
-_NO_PARTS: Mapping[str, Sequence[Sequence[Payload]]] = MappingProxyType({})
 _NOTHING, _NOWHERE = np.empty(0, np.int16), np.empty(0, np.uint32)
 
 
@@ -46,9 +46,7 @@ def encode_levels(
     """
     made: dict[str, list[Sequence[Payload]]] = {}
     if together := nested(levels):
-        below = {level: [[record] for record in records] for level, records in bases.items()}
-        some = encode_nested(profile, range(len(kvs)), kvs, together, below)
-        made |= {level: [*records] for level, records in some.items()}
+        made |= encode_nested(profile, range(len(kvs)), kvs, together, bases)
     return made | {level: [*codec.CODECS[level].encode_layers(kvs, profile)] for level in levels if level not in made}
 
 
@@ -66,17 +64,14 @@ def some_rows(kvs: Sequence[LayerKV], rows: Ids) -> list[LayerKV]:
     return [(keys.index_select(1, at), values.index_select(1, at)) for keys, values in kvs]
 
 
-# ---- records of a profile ----------------------------------------------------------------------------------------
-
-
 def encode_nested(
     profile: Profile | None,
     layers: Sequence[int],
     kvs: Sequence[LayerKV],
     levels: Sequence[str],
-    bases: Mapping[str, Sequence[Sequence[Payload]]] = _NO_PARTS,
-) -> dict[str, list[list[Payload]]]:
-    """Encode some layers of one chunk at some nested levels; as `encode_levels`, but for records given as parts.
+    bases: Mapping[str, Sequence[Payload]] = _NO_BASES,
+) -> dict[str, list[Sequence[Payload]]]:
+    """Encode some layers of one chunk at some nested levels, as `encode_levels` does.
 
     Raises DamagedError: the profile is another model's; ValueError: sides have different shapes or formats;
     KvtoolError: there is no profile, or a number is not finite.
@@ -85,16 +80,16 @@ def encode_nested(
         raise KvtoolError("this level needs a codec profile, and the store has none", "`kvtool compress` fits one")
     kvs = _check(profile, layers, kvs)
     order = sorted(levels, key=NESTED.index, reverse=True)  # coarsest first: a finer one names it
-    made: dict[str, list[list[Payload]]] = {level: [] for level in order}
+    made: dict[str, list[Sequence[Payload]]] = {level: [] for level in order}
     keys = kvs[0][0]
     step = max(1, AT_ONCE // max(1, SIDES * keys.numel() * keys.element_size()))
     for start, end in pairwise([*range(0, len(kvs), step), len(kvs)]):
         slab = _Slab(profile, layers[start:end], kvs[start:end])
-        below: dict[str, Sequence[Sequence[Payload]]] = {}
-        below |= {level: records[start:end] for level, records in bases.items()}
+        below: dict[str | None, list[Sequence[Payload]]] = {}
+        below |= {level: [[record] for record in records[start:end]] for level, records in bases.items()}
         for level in order:
-            below[level] = own = slab.records(level, below.get(coarser(level) or ""))
-            made[level] += own
+            below[level] = slab.records(level, below.get(coarser(level)))
+            made[level] += below[level]
     return made
 
 
@@ -108,25 +103,21 @@ def _check(profile: Profile, layers: Sequence[int], kvs: Sequence[LayerKV]) -> l
         raise DamagedError("a codec profile of another model")
     if len(shapes) == 1 and widest == layout.channels and keys.shape[0] % layout.groups == 0:
         return [(keys.cpu(), values.cpu()) for keys, values in kvs]
-    return [_filled_up((keys.cpu(), values.cpu()), layout) for keys, values in kvs]
-
-
-def _filled_up(kv: LayerKV, layout: Layout) -> LayerKV:
-    wide = wide_sides(kv, layout.channels)
-    keys, values = wide.view(SIDES, wide.shape[1], layout.groups, layout.size).transpose(1, 2)
-    return keys, values
+    wide = (wide_sides((keys.cpu(), values.cpu()), layout.channels) for keys, values in kvs)
+    filled = (sides.view(SIDES, -1, layout.groups, layout.size).transpose(1, 2) for sides in wide)
+    return [(sides[0], sides[1]) for sides in filled]
 
 
 class _Slab:
     """Some layers of a chunk, and their numbers at each level that was asked for, in this thread's memory."""
 
     def __init__(self, profile: Profile, layers: Sequence[int], kvs: Sequence[LayerKV]) -> None:
-        self._profile, self._layers = profile, layers
+        self._profile, self._layers, self._backend = profile, layers, CpuBackend()
         self._dtype, self._tokens = kvs[0][0].dtype, kvs[0][0].shape[1]
         self._exact = [side for kv in kvs for side in kv]  # K and V in turn
         self._numbers = {NESTED[0]: self._finest()}
 
-    def records(self, level: str, bases: Sequence[Sequence[Payload]] | None) -> list[list[Payload]]:
+    def records(self, level: str, bases: Sequence[Sequence[Payload]] | None) -> list[Sequence[Payload]]:
         coded = [self._profile.coded(level, layer) for layer in self._layers]
         refines = bases is not None and coded[0].fine is not None
         streams, marked = self._refined(level, coded) if refines else self._alone(level, coded)
@@ -152,13 +143,8 @@ class _Slab:
 
     def _finest(self) -> I16:
         """int16 `[layers, tokens, stride]`. Raises KvtoolError: the source is not finite."""
-        layout = self._profile.layout
         out = self._memory("finest")
-        by = transform_kernels.forward_by(layout, self._dtype)
-        if not out.size:
-            return out
-        weights = [transform_kernels.Weights.forward(self._profile, layer, by.tile) for layer in self._layers]
-        if not transform_kernels.numbers_of(layout, by, weights, transform_kernels.Places.of(self._exact), out):
+        if not self._backend.make_finest(self._profile, self._layers, self._exact, out):
             raise KvtoolError("the KV holds numbers that are not finite", "keep it at the level raw or lossless")
         return out
 
@@ -169,7 +155,7 @@ class _Slab:
     def _of(self, level: str) -> I16:
         if level not in self._numbers:
             finer = self._of(NESTED[NESTED.index(level) - 1])
-            self._numbers[level] = wider(finer, self._memory(f"level {level}"))
+            self._numbers[level] = coarsened(finer, self._memory(f"level {level}"))
         return self._numbers[level]
 
     def _alone(self, level: str, coded: Sequence[CodedColumns]) -> tuple[list[Stream], list[I16]]:
@@ -184,23 +170,20 @@ class _Slab:
         return coder.encode(*jobs), [_NOTHING] * len(coded)
 
     def _outside(self, level: str, coded: Sequence[CodedColumns]) -> list[U32]:
-        numbers, found = self._of(level), list[U32]()
-        for own, of, some in zip(numbers, coded, has_strays(numbers, [of.others for of in coded]), strict=True):
-            places = _NOWHERE
-            if some:
-                other = np.ones(numbers.shape[2], np.bool_)
-                other[of.alone.numbers] = False
-                places = np.flatnonzero(own * other).astype(np.uint32)
-            found.append(places)
-        return found
+        """Find the places of numbers other than 0 in columns that are not coded."""
+        numbers, places = self._of(level), list[U32]()
+        for rows, used, columns in zip(numbers, np.bitwise_or.reduce(numbers, 1) != 0, coded, strict=True):
+            used[columns.alone.numbers] = False
+            places.append(np.flatnonzero(rows * used).astype(np.uint32) if used.any() else _NOWHERE)
+        return places
 
     def _errors(self, level: str, records: Sequence[Record]) -> list[tuple[float, float]]:
         layout = self._profile.layout
         shape = (len(records), SIDES, self._tokens, layout.groups, layout.size)
         held = scratch("sides", int(np.prod(shape)) * self._dtype.itemsize, np.uint8)
         made = torch.from_numpy(held).view(self._dtype).view(shape)
-        numbers, by = torch.from_numpy(self._of(level)), transform_kernels.backward_by(layout, self._dtype)
-        sides_of(self._profile, self._layers, level, numbers, [[record] for record in records], made, by)
+        numbers, alone = torch.from_numpy(self._of(level)), [[record] for record in records]
+        sides_of(self._profile, self._layers, level, numbers, alone, made, self._backend)
         heads, tokens, dim = self._exact[0].shape
         decoded = [*made.view(len(self._exact), tokens, heads, dim).transpose(1, 2)]
         with np.errstate(over="ignore", invalid="ignore"):  # no number then, which `Record.pack` refuses
@@ -209,36 +192,13 @@ class _Slab:
         return list(zip(up[::2], up[1::2], strict=True))
 
 
-# ---- sides to numbers --------------------------------------------------------------------------------------------
-
-
-def finest_numbers(layout: Layout, means: torch.Tensor, forward: torch.Tensor, sides: torch.Tensor) -> I16:
-    """Numbers of the finest level, int16 `[tokens, stride]`, of sides, float32 `[2, tokens, C]`."""
-    tokens = sides.shape[1]
-    out = np.zeros((tokens, layout.stride), np.int16)
-    if tokens:
-        by = transform_kernels.forward_by(layout, sides.dtype)
-        weights = transform_kernels.Weights.of(
-            [*forward.flatten(0, 1)], means.view(SIDES * layout.groups, layout.size), by.tile
-        )
-        heads = sides.view(SIDES, tokens, layout.groups, layout.size).transpose(1, 2)
-        transform_kernels.numbers_of(layout, by, [weights], transform_kernels.Places.of([*heads]), out[None])
-    return out
-
-
-def wider(numbers: I16, out: I16) -> I16:
+def coarsened(numbers: I16, out: I16 | None = None) -> I16:
     """Coarsen by one level: the nearest numbers of steps three times as wide, which nest by construction.
 
-    Numbers are from -32767 to 32766, a multiple of 32 in all, in C order.
+    Numbers are from -32767 to 32766.
     """
-    if numbers.size:
-        jobs = Jobs(kernels_ir.WIDER, 1)
-        jobs.set(numbers=address(numbers), out=address(out), blocks=numbers.size // BLOCK)
-        jobs.run(kernel(kernels_ir.wider_module))
-    return out
-
-
-# ---- numbers to symbols ------------------------------------------------------------------------------------------
+    nearest = np.add(numbers, np.int16(1), out=out)
+    return np.floor_divide(nearest, np.int16(3), out=nearest)
 
 
 def symbols_of(numbers: I16, columns: Sequence[Columns]) -> list[tuple[U8, I16]]:
@@ -251,20 +211,18 @@ def symbols_of(numbers: I16, columns: Sequence[Columns]) -> list[tuple[U8, I16]]
     _check_numbers(numbers, columns)
     symbols = _cut("symbols", numbers.shape[1], columns)
     marked = scratch("marked", sum(part.size for part in symbols), np.int16)
-    starts = [end - part.size for end, part in zip(accumulate(part.size for part in symbols), symbols, strict=True)]
-    some = [number for number, part in enumerate(symbols) if part.size]
+    starts = [0, *accumulate(part.size for part in symbols)][:-1]
     counts = np.zeros(len(symbols), np.int64)
-    held = [columns[number].for_encoder for number in some]
-    first = np.array(starts, np.int64)[some]
-    jobs = _jobs(kernels_ir.SYMBOLS, numbers, columns, some)
+    addresses = [of.for_encoder for of in columns]
+    jobs = _jobs(kernels_ir.SYMBOLS, numbers, columns)
     jobs.set(
-        low=[one.low for one in held],
-        many=[one.many for one in held],
-        symbols=address(symbols[0]) + first,
-        escapes=address(counts) + counts.itemsize * np.array(some, np.int64),
-        marked=address(marked) + marked.itemsize * first,
+        low=[of.low for of in addresses],
+        many=[of.many for of in addresses],
+        symbols=[address(part) for part in symbols],
+        escapes=address(counts) + counts.itemsize * np.arange(len(counts)),
+        marked=address(marked) + marked.itemsize * np.array(starts, np.int64),
     )
-    jobs.run(kernel(kernels_ir.symbols_module))
+    _run(jobs, kernels_ir.symbols_module, symbols)
     return [
         (part, marked[start : start + count].copy())
         for part, start, count in zip(symbols, starts, counts.tolist(), strict=True)
@@ -279,32 +237,14 @@ def finer_symbols(numbers: I16, coarse: I16, columns: Sequence[Columns]) -> list
     _check_numbers(numbers, columns)
     _check_numbers(coarse, columns)
     symbols, contexts = (_cut(name, numbers.shape[1], columns) for name in ("symbols", "contexts"))
-    some = [number for number, part in enumerate(symbols) if part.size]
-    jobs = _jobs(kernels_ir.FINER, numbers, columns, some)
+    jobs = _jobs(kernels_ir.FINER, numbers, columns)
     jobs.set(
-        coarse=address(coarse) + coarse.strides[0] * np.array(some, np.int64),
-        symbols=[address(symbols[number]) for number in some],
-        contexts=[address(contexts[number]) for number in some],
+        coarse=address(coarse) + coarse.strides[0] * np.arange(len(coarse)),
+        symbols=[address(part) for part in symbols],
+        contexts=[address(part) for part in contexts],
     )
-    jobs.run(kernel(kernels_ir.finer_module))
+    _run(jobs, kernels_ir.finer_module, symbols)
     return list(zip(symbols, contexts, strict=True))
-
-
-def has_strays(numbers: I16, places: Sequence[I32]) -> list[bool]:
-    """Find the layers of `[layers, rows, stride]` with numbers other than 0 in the blocks that begin at `places`."""
-    found = np.zeros(len(numbers), np.int64)
-    some = [number for number, blocks in enumerate(places) if len(blocks) and numbers.shape[1]]
-    jobs = Jobs(kernels_ir.STRAY, len(some))
-    jobs.set(
-        numbers=address(numbers) + numbers.strides[0] * np.array(some, np.int64),
-        stride=numbers.strides[1],
-        places=[address(places[number]) for number in some],
-        rows=numbers.shape[1],
-        blocks=[len(places[number]) for number in some],
-        some=address(found) + found.itemsize * np.array(some, np.int64),
-    )
-    jobs.run(kernel(kernels_ir.stray_module))
-    return [bool(one) for one in found]
 
 
 def _check_numbers(numbers: I16, columns: Sequence[Columns]) -> None:
@@ -325,13 +265,18 @@ def _cut(name: str, rows: int, columns: Sequence[Columns]) -> list[U8]:
     return [whole[end - rows * width : end].reshape(rows, width) for end, width in zip(ends, widths, strict=True)]
 
 
-def _jobs(job: Job, numbers: I16, columns: Sequence[Columns], some: Sequence[int]) -> Jobs:
-    jobs = Jobs(job, len(some))
+def _jobs(job: Job, numbers: I16, columns: Sequence[Columns]) -> Jobs:
+    jobs = Jobs(job, len(columns))
     jobs.set(
-        numbers=address(numbers) + numbers.strides[0] * np.array(some, np.int64),
+        numbers=address(numbers) + numbers.strides[0] * np.arange(len(columns)),
         stride=numbers.strides[1],
-        places=[columns[number].for_encoder.places for number in some],
+        places=[address(of.places) for of in columns],
         rows=numbers.shape[1],
-        blocks=[columns[number].ids.shape[0] // BLOCK for number in some],
+        blocks=[len(of.places) for of in columns],
     )
     return jobs
+
+
+def _run(jobs: Jobs, kind: Kind, symbols: Sequence[U8]) -> None:
+    jobs.keep(np.array([part.size > 0 for part in symbols], np.bool_))  # a kernel's loops run once at least
+    jobs.run(kernel(kind))

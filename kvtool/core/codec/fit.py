@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from kvtool.core.codec.base import Shape, channels_of, side_shapes
-from kvtool.core.codec.encode import finest_numbers
+from kvtool.core.codec.encode import coarsened
 from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.profile import SIDES, Layout, Profile, inverted
 from kvtool.core.codec.rans.tables import (
@@ -26,7 +26,10 @@ from kvtool.core.codec.rans.tables import (
     TableSet,
     quantised,
 )
+from kvtool.core.codec.transform_kernels import Weights, numbers_of
 from kvtool.core.errors import KvtoolError
+from kvtool.core.native.gemm import tile_of
+from kvtool.core.native.isa import best_isa
 
 # Of the finest level, in units of 1 / sqrt(sensitivity): some thousandths of a nat an answer token.
 FINEST_STEP = 2.2e-5
@@ -96,12 +99,21 @@ def fit_profile(
             raise KvtoolError(
                 f"the keys and values of layer {layer} are too much alike for a transform", "fit to other chunks"
             )
-        counts.add(layer, finest_numbers(layout, means[layer], forward, sides))
+        counts.add(layer, _finest(layout, means[layer], forward, sides))
 
     for _ in each(fit_layer, range(layers)):
         advance(1)
     ids, fine_ids, tables = counts.tables()
     return Profile(means, basis, counts.active(), ids, fine_ids, tables, about | {"step": step})
+
+
+def _finest(layout: Layout, means: torch.Tensor, forward: torch.Tensor, sides: torch.Tensor) -> I16:
+    isa, tokens = best_isa(), sides.shape[1]
+    out: I16 = np.zeros((tokens, layout.stride), np.int16)
+    weights = Weights.of([*forward.flatten(0, 1)], means.view(SIDES * layout.groups, layout.size), tile_of(isa))
+    heads = sides.view(SIDES, tokens, layout.groups, layout.size).transpose(1, 2)
+    numbers_of(isa, layout, [weights], [*heads], out[None])
+    return out
 
 
 def _basis(centred: torch.Tensor, sensitivity: torch.Tensor, layout: Layout, step: float) -> torch.Tensor:
@@ -132,12 +144,6 @@ def _histograms(numbers: I16, values: I16) -> npt.NDArray[np.int64]:
     return np.bincount((numbers + first).reshape(-1), minlength=width * len(values)).reshape(width, -1)
 
 
-def coarsened(numbers: I16, levels: int = 1) -> I16:
-    for _ in range(levels):
-        numbers = np.floor_divide(numbers + np.int16(1), np.int16(3))
-    return numbers
-
-
 class _Counts:
     def __init__(self, layers: int, layout: Layout) -> None:
         self._layout = layout
@@ -150,8 +156,10 @@ class _Counts:
         for first in range(0, finest.shape[1], at_once):
             columns = slice(first, first + at_once)
             found = _histograms(finest[:, columns], values)
+            numbers = values
             for level in range(len(NESTED)):
-                self._count(level, layer, columns, found, coarsened(values, level))
+                self._count(level, layer, columns, found, numbers)
+                numbers = coarsened(numbers)
 
     def _count(self, level: int, layer: int, columns: slice, found: npt.NDArray[np.int64], numbers: I16) -> None:
         symbols = np.clip(numbers.astype(np.int32), -ZERO, ESCAPE - ZERO) + ZERO  # ascending, as the values are

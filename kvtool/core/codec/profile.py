@@ -56,14 +56,13 @@ class Layout:
     def start(self, side: int, group: int) -> int:
         return (side * self.groups + group) * self.padded
 
-    def places(self, active: npt.NDArray[np.uint8] | None = None) -> npt.NDArray[np.int32]:
+    def places(self, active: npt.NDArray[np.uint8]) -> npt.NDArray[np.int32]:
         """First columns of the coded blocks, an even number of them, ascending.
 
-        `active`: blocks of each group, uint8 `[2 * groups]`, K's groups first; None: all. Where the sum is odd one more
-        is taken: all blocks together are even in number.
+        `active`: blocks of each group, uint8 `[2 * groups]`, K's groups first. Where the sum is odd one more is taken:
+        all blocks together are even in number.
         """
-        most = self.padded // BLOCK
-        counts = np.full(SIDES * self.groups, most) if active is None else active.astype(np.int64)
+        most, counts = self.padded // BLOCK, active.astype(np.int64)
         if counts.sum() % 2:
             counts[int(np.flatnonzero(counts < most)[0])] += 1
         blocks = [group * self.padded + BLOCK * np.arange(count) for group, count in enumerate(counts)]
@@ -75,7 +74,6 @@ class CodedColumns:
     alone: Columns  # of a record that refines no other
     fine: Columns | None  # of a record that refines the next coarser level; None: no level is coarser
     widths: tuple[int, ...]  # columns of each group, its first ones: K's groups, then V's
-    others: npt.NDArray[np.int32]  # first columns of the blocks that are not coded, int32
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,45 +127,43 @@ class Profile:
         return made
 
     def coded(self, level: str, layer: int) -> CodedColumns:
-        return self.memo(("coded", level, layer), lambda: self._coded(level, layer))
+        def make() -> CodedColumns:
+            at, groups = NESTED.index(level), SIDES * self.layout.groups
+            places = self.layout.places(self.active[at, layer])
+            columns = columns_of(places)
+            widths = np.bincount(places // self.layout.padded, minlength=groups) * BLOCK
+            alone = Columns(self.ids[at, layer, columns], self.tables, places)
+            fine = None
+            if at < len(self.fine_ids):
+                fine = Columns(self.fine_ids[at, layer, columns], self.tables, places, refines=True)
+            return CodedColumns(alone, fine, tuple(widths.tolist()))
 
-    def _coded(self, level: str, layer: int) -> CodedColumns:
-        at, groups = NESTED.index(level), SIDES * self.layout.groups
-        places = self.layout.places(self.active[at, layer])
-        columns = columns_of(places)
-        widths = np.bincount(places // self.layout.padded, minlength=groups) * BLOCK
-        alone = Columns(self.ids[at, layer, columns], self.tables, places)
-        fine = None
-        if at < len(self.fine_ids):
-            fine = Columns(self.fine_ids[at, layer, columns], self.tables, places, refines=True)
-        others = np.setdiff1d(self.layout.places(), places)
-        return CodedColumns(alone, fine, tuple(widths.tolist()), others)
+        return self.memo(("coded", level, layer), make)
 
     def forward(self, layer: int) -> torch.Tensor:
         """float32 `[2, groups, size, size]`: `y = (x - mean) @ forward`. Raises DamagedError: no inverse."""
-        return self.memo(("forward", layer), lambda: self._forward(layer))
 
-    def _forward(self, layer: int) -> torch.Tensor:
-        forward = inverted(self.basis[layer])
-        if forward is None:
-            raise DamagedError(f"a codec profile whose transform of layer {layer} has no inverse")
-        return forward
+        def make() -> torch.Tensor:
+            forward = inverted(self.basis[layer])
+            if forward is None:
+                raise DamagedError(f"a codec profile whose transform of layer {layer} has no inverse")
+            return forward
+
+        return self.memo(("forward", layer), make)
 
     def backward(
         self, layer: int, level: str, dtype: torch.dtype, device: torch.device = _CPU
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `[2, groups, padded, size]` and means `[2, groups, size]`: numbers times the one, plus the other."""
-        key = ("backward", layer, level, dtype, device)
-        return self.memo(key, lambda: self._backward(layer, level, dtype, device))
 
-    def _backward(
-        self, layer: int, level: str, dtype: torch.dtype, device: torch.device
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        steps = float(_WIDENING ** NESTED.index(level))
-        bases = torch.zeros((*self.basis.shape[1:3], self.layout.padded, self.layout.size), dtype=dtype)
-        bases[:, :, : self.layout.size] = (self.basis[layer].float() * steps).to(dtype)
-        means = self.means[layer].to(dtype).view(SIDES, self.layout.groups, self.layout.size)
-        return bases.to(device), means.to(device)
+        def make() -> tuple[torch.Tensor, torch.Tensor]:
+            steps = float(_WIDENING ** NESTED.index(level))
+            bases = torch.zeros((*self.basis.shape[1:3], self.layout.padded, self.layout.size), dtype=dtype)
+            bases[:, :, : self.layout.size] = (self.basis[layer].float() * steps).to(dtype)
+            means = self.means[layer].to(dtype).view(SIDES, self.layout.groups, self.layout.size)
+            return bases.to(device), means.to(device)
+
+        return self.memo(("backward", layer, level, dtype, device), make)
 
     @cached_property
     def data(self) -> bytes:

@@ -17,11 +17,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from kvtool.core.codec.base import DTYPES, Payload
+from kvtool.core.codec.base import Payload
 from kvtool.core.codec.levels import NESTED, NO_PROFILE
-from kvtool.core.codec.rans.coder import HELD, Form
 from kvtool.core.codec.rans.tables import LANES, Stream
 from kvtool.core.errors import DamagedError, KvtoolError
 from kvtool.core.native.job import address
@@ -58,16 +56,9 @@ class Escapes:
             raise DamagedError("a compressed record with an escape outside of it")
         return bool(len(self.places))
 
-    def place(self, numbers: npt.NDArray[Any], form: Form) -> None:
+    def place(self, numbers: npt.NDArray[np.int16]) -> None:
         if self.has_places(numbers.size):
-            numbers.reshape(-1)[self.places] = in_form(self.placed, form)
-
-
-def in_form(numbers: npt.NDArray[np.int16], form: Form) -> npt.NDArray[Any]:
-    if form == "int16":
-        return numbers
-    values = torch.from_numpy(numbers.astype(np.int16)).to(DTYPES[form])
-    return values.view(torch.int16).numpy().view(HELD[form])
+            numbers.reshape(-1)[self.places] = self.placed
 
 
 @dataclass(slots=True)  # see Stream
@@ -138,7 +129,7 @@ class Record:
             columns=columns,
             streams=tuple([cut.stream(number) for number in words[:count]]),
             side=cut.take(_U8, side).tobytes(),
-            escapes=_escapes(cut, placed, marked),
+            escapes=cut.escapes(placed, marked),
             steps=numbers[:2],
             errors=numbers[2:],
             profile=fields[18],
@@ -158,13 +149,6 @@ def _header(payload: Payload) -> tuple[Any, ...]:
     return fields
 
 
-def _escapes(cut: _Cut, placed: int, marked: int) -> Escapes:
-    escapes = Escapes(cut.take(_U32, placed), cut.take(_I16, placed), cut.take(_I16, marked))
-    if not bool((escapes.places[1:] > escapes.places[:-1]).all()):
-        raise DamagedError("a compressed record whose escapes are out of order")
-    return escapes
-
-
 class _Cut:
     def __init__(self, payload: Payload, at: int) -> None:
         self._payload, self._at = payload, at
@@ -173,6 +157,12 @@ class _Cut:
     def stream(self, words: int) -> Stream:
         begin = self._begin + self._at
         return Stream(self.take(_U16, words), self.take(_U32, LANES), begin)
+
+    def escapes(self, placed: int, marked: int) -> Escapes:
+        places, numbers = self.take(_U32, placed), self.take(_I16, placed)
+        if not (places[1:] > places[:-1]).all():
+            raise DamagedError("a compressed record whose escapes are out of order")
+        return Escapes(places, numbers, self.take(_I16, marked))
 
     def take(self, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
         if not count:

@@ -31,9 +31,9 @@ class TransformCodec(Codec):
         self.level = level
         self._without_profile = cachegen.CacheGen(f"cachegen-{level}")
 
-    def encode_layers(self, kvs: Sequence[LayerKV], profile: Profile | None = None) -> list[list[Payload]]:
+    def encode_layers(self, kvs: Sequence[LayerKV], profile: Profile | None = None) -> Sequence[Sequence[Payload]]:
         if profile is None:
-            return [[*parts] for parts in self._without_profile.encode_layers(kvs)]
+            return self._without_profile.encode_layers(kvs)
         return encode_nested(profile, range(len(kvs)), kvs, [self.level])[self.level]
 
     def decode(

@@ -12,11 +12,10 @@ import torch
 
 from kvtool.core.codec.base import NAMES
 from kvtool.core.codec.profile import SIDES, Layout, Profile
-from kvtool.core.common.machine import cpu_features, is_fast
 from kvtool.core.native.builder import Fields, FunctionBuilder, Value, module, rounded
 from kvtool.core.native.gemm import PAIRS, Tile, gemm, panels, tile_of
-from kvtool.core.native.isa import Isa, best_isa, multiplies_bfloat16
-from kvtool.core.native.jit import Function, kernel
+from kvtool.core.native.isa import Isa
+from kvtool.core.native.jit import kernel, kernel_for
 from kvtool.core.native.job import JOBS, Job, Jobs, address, scratch
 from kvtool.core.native.simd import MAGIC, along, any_bits, each, total_onto
 
@@ -73,9 +72,6 @@ _LEAST, _MOST = -32767, 32766
 _MAGIC_BITS = 0x4B400000
 
 
-# ---- kernels in LLVM IR -------------------------------------------------------------------------------------------
-
-
 def pitch_of(depth: int) -> int:
     """Return the numbers from row to row of so many each: not 4,096 bytes, which would share few cache lines."""
     return -(-depth // 16) * 16 + 16
@@ -89,7 +85,7 @@ class Forward:
     pitch: int
 
     def __call__(self, isa: Isa) -> str:
-        k, tile = FunctionBuilder("run", isa, JOBS), self.tile(isa)
+        k, tile = FunctionBuilder("run", isa, JOBS), tile_of(isa)
         odd = {lanes: k.alloca(f"<{lanes} x i32>").of("i32") for lanes in (isa.width, 1)}
         with FORWARD.each(k) as job:
             for lanes, memory in odd.items():
@@ -101,9 +97,6 @@ class Forward:
                 _number_all(tile, job, first, count)
             job.odd.store(any_bits(odd[isa.width].load(0, isa.width)) | odd[1].load(0, 1).lane(0))
         return module(gemm(isa, tile, self.pitch), k)
-
-    def tile(self, isa: Isa) -> Tile:
-        return tile_of(isa)
 
     def _gather(self, job: Fields, first: Value, count: Value, odd: dict[int, Value]) -> None:
         k = count.k
@@ -237,23 +230,20 @@ def _number_all(tile: Tile, job: Fields, first: Value, count: Value) -> None:
         each(count.k, job.depth, work)
 
 
-# ---- weights and addresses ----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False, slots=True)
 class Weights:
     """The matrices of a layer's groups, K's first, laid out for a kernel."""
 
-    panels: tuple[F32 | None, ...]  # of each group; None: it has no depth
+    panels: tuple[F32, ...]  # of each group
     means: F32  # float32 `[2 * groups, size]`
     addresses: I64  # of both, int64 `[2 * groups, 2]`
 
     @classmethod
     def of(cls, matrices: Sequence[torch.Tensor], means: torch.Tensor, tile: Tile) -> Weights:
-        laid = tuple(panels(matrix.float().numpy(), tile) if len(matrix) else None for matrix in matrices)
+        laid = tuple(panels(matrix.float().numpy(), tile) for matrix in matrices)
         middle = np.ascontiguousarray(means.float().numpy())
         size = middle.strides[0]
-        places = [(0 if part is None else address(part), address(middle) + at * size) for at, part in enumerate(laid)]
+        places = [(address(part), address(middle) + at * size) for at, part in enumerate(laid)]
         return cls(laid, middle, np.array(places, np.int64))
 
     @classmethod
@@ -275,136 +265,104 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True)
-class Multiplier:
-    kernel: Function
-    tile: Tile
+class _Places:
+    """Addresses of sides `[kv_heads, tokens, head_dim]`, with a head's numbers next to each other: `[sides]` each."""
 
-
-def forward_by(layout: Layout, dtype: torch.dtype) -> Multiplier:
-    return _multiplier(Forward(NAMES[dtype], pitch_of(layout.size)))
-
-
-def backward_by(layout: Layout, dtype: torch.dtype) -> Multiplier:
-    return _multiplier(Backward(NAMES[dtype], pitch_of(layout.padded)))
-
-
-def reading_by(layout: Layout, dtype: torch.dtype) -> Multiplier | None:
-    """The fastest here; None: torch is."""
-    if multiplies_pairs(dtype):
-        return _multiplier(Backward(NAMES[dtype], pitch_of(layout.padded // 2), pairs=True))
-    return None if torch_is_faster(dtype) else backward_by(layout, dtype)
-
-
-def multiplies_pairs(dtype: torch.dtype) -> bool:
-    able = dtype == torch.bfloat16 and multiplies_bfloat16(best_isa()) and is_fast(NAMES[dtype])
-    return able and "amxbf16" not in cpu_features()
-
-
-def torch_is_faster(dtype: torch.dtype) -> bool:
-    """In bfloat16, if the CPU multiplies it.
-
-    Measured with one thread of an AMD EPYC (Zen 5): decoding to bfloat16 0.80 GB/s by torch's products, 0.60 by the
-    kernels here that widen it; to float32 0.35 and 0.59.
-    """
-    return dtype == torch.bfloat16 and is_fast(NAMES[dtype])
-
-
-def _multiplier(kind: Forward | Backward) -> Multiplier:
-    return Multiplier(kernel(kind), kind.tile(best_isa()))
-
-
-@dataclass(frozen=True, slots=True)
-class Places:
-    """Addresses of sides `[kv_heads, tokens, head_dim]` of one format, with a head's numbers next to each other."""
-
-    heads: int
-    dim: int
-    dtype: torch.dtype
-    first: I64  # addresses of their first numbers, `[sides]`
+    first: I64  # address of the first number
     head: I64  # bytes from head to head
     token: I64  # bytes from token to token
-    rows: I64  # tokens of each
-    held: Sequence[torch.Tensor]
+    heads: I64
+    rows: I64
+    dim: I64
+    sides: Sequence[torch.Tensor]  # what a caller keeps while a kernel reads it
 
     @classmethod
-    def of(cls, sides: Sequence[torch.Tensor]) -> Places:
-        kept = [side if side.stride(2) == 1 or side.shape[2] == 1 else side.contiguous() for side in sides]
-        found = [(side.data_ptr(), *side.stride(), side.shape[1]) for side in kept]
-        first, head, token, _, rows = np.array(found, np.int64).T
-        heads, _, dim = kept[0].shape
-        size = kept[0].element_size()
-        return cls(heads, dim, kept[0].dtype, first, head * size, token * size, rows, kept)
+    def of(cls, sides: Sequence[torch.Tensor]) -> _Places:
+        sides = [side if side.stride(2) == 1 or side.shape[2] == 1 else side.contiguous() for side in sides]
+        sizes = [side.element_size() for side in sides]
+        rows = [
+            (side.data_ptr(), side.stride(0) * size, side.stride(1) * size, *side.shape)
+            for side, size in zip(sides, sizes, strict=True)
+        ]
+        first, head, token, heads, tokens, dim = np.array(rows, np.int64).reshape(-1, 6).T
+        return cls(first, head, token, heads, tokens, dim, sides)
 
 
-# ---- there and back ----------------------------------------------------------------------------------------------
-
-
-def numbers_of(layout: Layout, by: Multiplier, weights: Sequence[Weights], sides: Places, out: I16) -> bool:
+def numbers_of(isa: Isa, layout: Layout, weights: Sequence[Weights], sides: Sequence[torch.Tensor], out: I16) -> bool:
     """Make numbers of the finest level, int16 `[layers, tokens, stride]`, of layers' sides, K and V in turn.
 
-    Returns whether all keys and values are finite.
+    Sides are `[kv_heads, tokens, head_dim]`. Returns whether all of their numbers are finite.
     """
-    groups, own = layout.groups, sides.heads // layout.groups
+    if not out.size:
+        return True
+    kind, groups, places = Forward(NAMES[sides[0].dtype], pitch_of(layout.size)), layout.groups, _Places.of(sides)
+    heads = places.heads // groups
     if layout.size != layout.padded:
         out[:] = 0
-    odd = np.zeros(len(sides.first) * groups, np.int32)
-    first = sides.first[:, None] + np.arange(groups) * own * sides.head[:, None]
+    odd = np.zeros(len(sides) * groups, np.int32)
     jobs = Jobs(FORWARD, len(odd))
     jobs.set(
-        source=first.reshape(-1),
-        token=np.repeat(sides.token, groups),
-        head=np.repeat(sides.head, groups),
-        heads=own,
-        dim=sides.dim,
-        out=_groups_of(layout, out, layout.padded * out.itemsize),
+        source=(places.first[:, None] + np.arange(groups) * (heads * places.head)[:, None]).reshape(-1),
+        token=np.repeat(places.token, groups),
+        head=np.repeat(places.head, groups),
+        heads=np.repeat(heads, groups),
+        dim=np.repeat(places.dim, groups),
+        out=_groups_of(layout, out),
         stride=out.strides[1],
         rows=out.shape[1],
         depth=layout.size,
         odd=address(odd) + np.arange(len(odd)) * odd.itemsize,
-        **_laid(weights, layout.size, layout.size, by.tile),
+        **_laid(weights, layout.size, layout.size, tile_of(isa)),
     )
-    jobs.run(by.kernel)
+    jobs.run(kernel_for(isa, kind))
     return not odd.any()
 
 
 def sides_of(
+    isa: Isa,
     layout: Layout,
-    by: Multiplier,
     weights: Sequence[Weights],
     widths: Sequence[Sequence[int]],
     numbers: I16,
     out: torch.Tensor,
+    pairs: bool,
 ) -> None:
     """Make sides `[layers, 2, tokens, groups, size]` of the coded columns of numbers `[layers, tokens, stride]`."""
+    kind = backward_kernel(layout, out.dtype, pairs)
     depth = np.array(widths, np.int64).reshape(-1)
     jobs = Jobs(BACKWARD, len(depth))
     size = out.element_size()
     at = np.arange(len(widths))[:, None, None] * out.stride(0) + np.arange(SIDES)[:, None] * out.stride(1)
     jobs.set(
-        numbers=_groups_of(layout, numbers, layout.padded * numbers.itemsize),
+        numbers=_groups_of(layout, numbers),
         stride=numbers.strides[1],
         depth=depth,
         out=out.data_ptr() + ((at + np.arange(layout.groups) * out.stride(3)) * size).reshape(-1),
         token=out.stride(2) * size,
         size=layout.size,
         rows=numbers.shape[1],
-        **_laid(weights, layout.padded, layout.size, by.tile),
+        **_laid(weights, layout.padded, layout.size, kind.tile(isa)),
     )
     for number in np.flatnonzero(depth == 0).tolist():
         layer, rest = divmod(number, SIDES * layout.groups)
         side, group = divmod(rest, layout.groups)
         out[layer, side, :, group] = torch.from_numpy(weights[layer].means[rest]).to(out.dtype)
     jobs.keep(depth > 0)
-    jobs.run(by.kernel)
+    jobs.run(kernel_for(isa, kind))
 
 
-def _groups_of(layout: Layout, numbers: I16, padded: int) -> I64:
+def backward_kernel(layout: Layout, dtype: torch.dtype, pairs: bool) -> Backward:
+    return Backward(NAMES[dtype], pitch_of(layout.padded // 2 if pairs else layout.padded), pairs)
+
+
+def _groups_of(layout: Layout, numbers: I16) -> I64:
     layers = address(numbers) + np.arange(len(numbers))[:, None] * numbers.strides[0]
-    return np.asarray((layers + np.arange(SIDES * layout.groups) * padded).reshape(-1), np.int64)
+    groups = np.arange(SIDES * layout.groups) * (layout.padded * numbers.itemsize)
+    return np.asarray((layers + groups).reshape(-1), np.int64)
 
 
 def _laid(weights: Sequence[Weights], depth: int, size: int, tile: Tile) -> dict[str, Any]:
-    addresses = np.concatenate([one.addresses for one in weights])
+    addresses = np.concatenate([part.addresses for part in weights])
     count = -(-size // tile.columns)
     return {
         "weights": addresses[:, 0],
@@ -413,9 +371,6 @@ def _laid(weights: Sequence[Weights], depth: int, size: int, tile: Tile) -> dict
         "a": address(scratch("rows", MOST_ROWS * pitch_of(depth), np.float32)),
         "c": address(scratch("product", MOST_ROWS * count * tile.columns, np.float32)),
     }
-
-
-# ---- errors ------------------------------------------------------------------------------------------------------
 
 
 def errors_of(made: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> list[float]:
@@ -434,22 +389,14 @@ def squares_of(made: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> S
     formats = {side.dtype for side in (*made, *exact)}
     if len(formats) > 1 or [side.shape for side in made] != [side.shape for side in exact]:
         raise ValueError("sides of different shapes or formats cannot be compared")
-    sums, forms = np.zeros((len(made), 2)), [(side.shape[0], side.shape[2]) for side in made]
-    for form in dict.fromkeys(forms):
-        numbers = [number for number, own in enumerate(forms) if own == form]
-        sums[numbers] = _squares_at(*(Places.of([sides[number] for number in numbers]) for sides in (made, exact)))
-    return sums
-
-
-def _squares_at(made: Places, exact: Places) -> Sums:
-    sums = np.zeros((len(made.first), 2))
-    if not made.heads * made.dim:
-        return sums
+    sums = np.zeros((len(made), 2))
     jobs = Jobs(ERRORS, len(sums))
-    for name, sides in (("made", made), ("exact", exact)):
+    left, right = _Places.of(made), _Places.of(exact)
+    for name, sides in (("made", left), ("exact", right)):
         jobs.set(**{name: sides.first, f"{name}_token": sides.token, f"{name}_head": sides.head})
     places = address(sums) + np.arange(len(sums)) * sums.strides[0]
-    jobs.set(heads=made.heads, dim=made.dim, rows=made.rows, sums=places)
-    jobs.keep(made.rows > 0)  # a kernel's loops run once at least
-    jobs.run(kernel(Errors(NAMES[made.dtype])))
+    jobs.set(heads=left.heads, dim=left.dim, rows=left.rows, sums=places)
+    jobs.keep(left.heads * left.dim * left.rows > 0)  # a kernel's loops run once at least
+    for dtype in formats:
+        jobs.run(kernel(Errors(NAMES[dtype])))
     return sums

@@ -64,7 +64,7 @@ class Streamed:
 def stream_prompt(session: Session, asked: PromptLayout, options: QueryOptions, selector: Selector) -> Streamed:
     """Fetch what a prompt lacks until the objective leaves time only for computing. Calibration does not count."""
     speeds = session.speeds.speeds((MEMORY,), ())  # memory: decoding overlaps with fetching, placing does not
-    compile_ahead(session.identity.dtype)
+    compile_ahead()
     started = time.perf_counter()
     streamed = _stream(session, asked, options, selector, speeds, started - asked.retrieve_ms / 1e3)
     streamed.ms = add_span(session.timeline, "stream", started) * 1e3

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import Any
 
 import torch
 
 from kvtool.core.codec import CODECS, decode
+from kvtool.core.codec.backend import CpuBackend, GpuBackend
 from kvtool.core.codec.base import Encoded
-from kvtool.core.codec.decode import DeviceBuffer, HostBuffer
 from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.record import Record
@@ -68,13 +67,11 @@ def _numbers(items: Sequence[Encoded], of: Profile, device: str | None) -> torch
     """The whole numbers of all records, int16 `[tokens, stride]`."""
     ends = list(accumulate(item.shape[1] for item in items))
     shape = (ends[-1], of.layout.stride)
-    numbers: Any = HostBuffer(torch.zeros(shape, dtype=torch.int16))
-    if device is not None:
-        numbers = DeviceBuffer(torch.zeros(shape, dtype=torch.int16, device=device))
+    numbers = torch.zeros(shape, dtype=torch.int16, device=device)
+    backend = CpuBackend() if device is None else GpuBackend(torch.device(device))
     records = [(Record.parse(item.payload), item) for item in items]
-    decode.fill(of, [(0, records, [0, *ends[:-1]])], numbers)
-    made: torch.Tensor = numbers.tensor.cpu()
-    return made
+    decode.fill(of, [(0, records, [0, *ends[:-1]])], numbers, backend)
+    return numbers.cpu()
 
 
 def _same(day: Day, items: Sequence[Encoded], of: Profile, what: str) -> None:
@@ -167,7 +164,7 @@ def _speed(day: Day, level: str, chunks: int) -> dict[str, float]:
 
 def _on_device(items: Sequence[Encoded], of: Profile, device: torch.device) -> torch.Tensor:
     ends = list(accumulate(item.shape[1] for item in items))
-    numbers = DeviceBuffer(torch.zeros((ends[-1], of.layout.stride), dtype=torch.int16, device=device))
+    numbers = torch.zeros((ends[-1], of.layout.stride), dtype=torch.int16, device=device)
     records = [(Record.parse(item.payload), item) for item in items]
-    decode.fill(of, [(0, records, [0, *ends[:-1]])], numbers)
-    return numbers.tensor
+    decode.fill(of, [(0, records, [0, *ends[:-1]])], numbers, GpuBackend(device))
+    return numbers

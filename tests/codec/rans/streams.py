@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 
 from kvtool.core.codec.rans.coder import Decoding, Encoding, encode
 from kvtool.core.codec.rans.tables import (
@@ -72,7 +71,7 @@ def sample(rows: int, columns: int, seed: int = 0, tables: TableSet = TABLES) ->
 def int16_job(stream: Stream, ids: U16, rows: int, tables: TableSet = TABLES, refines: bool = False) -> Decoding:
     """Into an array of its own, full of a number that no symbol gives."""
     out = np.full((rows, len(ids)), 999, np.int16)
-    return Decoding([stream], in_order(ids, tables, refines), [0], [rows], out)
+    return Decoding(stream, in_order(ids, tables, refines), out)
 
 
 def encoded(symbols: U8, columns: Columns, contexts: U8 | None = None) -> Stream:
@@ -81,7 +80,3 @@ def encoded(symbols: U8, columns: Columns, contexts: U8 | None = None) -> Stream
 
 def stream_of(symbols: U8, ids: U16, tables: TableSet = TABLES) -> Stream:
     return reference.encode(symbols, ids, tables)
-
-
-def bfloat16_bits(values: np.ndarray[Any, np.dtype[np.float32]]) -> U16:
-    return torch.from_numpy(values).bfloat16().view(torch.int16).numpy().view(np.uint16)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvtool.core.codec.rans import coder
-from kvtool.core.codec.rans.coder import HELD, Decoding, decode
+from kvtool.core.codec.rans.coder import Decoding, decode
 from kvtool.core.codec.rans.kernels_ir import Decode
 from kvtool.core.codec.rans.tables import LANES, U16, Columns, Stream, in_order
 from kvtool.core.errors import DamagedError
@@ -63,19 +63,18 @@ def test_mutations(machine: str) -> None:
         except DamagedError:
             refused += 1
             with pytest.raises(DamagedError):
-                decode(Decoding([stream], in_order(ids, TABLES), [0], [rows], out))
+                decode(Decoding(stream, in_order(ids, TABLES), out))
         else:
-            decode(Decoding([stream], in_order(ids, TABLES), [0], [rows], out))
+            decode(Decoding(stream, in_order(ids, TABLES), out))
             assert np.array_equal(out, expected.astype(np.int16) - 128)
         out[:] = CANARY
         assert (canvas == CANARY).all()
     assert 0.9 * MUTATIONS < refused < MUTATIONS  # a few mutations undo one another
 
 
-def together(streams: Sequence[Stream], ids: U16, rows: int) -> Decoding:
-    starts = [rows * number for number in range(len(streams))]
-    out = np.zeros((rows * len(streams), len(ids)), np.int16)
-    return Decoding(streams, in_order(ids, TABLES), starts, [rows] * len(streams), out)
+def together(streams: Sequence[Stream], ids: U16, rows: int) -> list[Decoding]:
+    out = np.zeros((len(streams), rows, len(ids)), np.int16)
+    return [Decoding(stream, in_order(ids, TABLES), part) for stream, part in zip(streams, out, strict=True)]
 
 
 def test_words_of_the_next_stream_are_not_ones_own(machine: str) -> None:
@@ -86,7 +85,7 @@ def test_words_of_the_next_stream_are_not_ones_own(machine: str) -> None:
         short = Stream.of(stream.words[:-cut], stream.states)
         behind = Stream.of(stream.words[len(stream.words) - cut :], stream.states)
         with pytest.raises(DamagedError):
-            decode(together([short, behind], ids, 8))
+            decode(*together([short, behind], ids, 8))
 
 
 def test_one_bad_stream_among_many(machine: str) -> None:
@@ -100,7 +99,7 @@ def test_one_bad_stream_among_many(machine: str) -> None:
         for place in range(3):
             streams = [bad if index == place else stream for index in range(3)]
             with pytest.raises(DamagedError):
-                decode(together(streams, ids, 8))
+                decode(*together(streams, ids, 8))
 
 
 def test_a_stream_without_rows(machine: str) -> None:
@@ -135,37 +134,23 @@ def test_a_callers_mistakes(machine: str) -> None:
     bad: list[dict[str, Any]] = [
         {"columns": Columns(ids, TABLES, np.array([0, 33], np.int32))},
         {"columns": Columns(ids, TABLES, np.array([0, 2**31 - 1], np.int32))},
-        {"rows": [3]},
-        {"rows": [1, 1]},
-        {"rows": [-1]},
-        {"starts": [1]},
-        {"starts": [-1]},
-        {"starts": []},
-        {"streams": []},
         {"out": good.out.astype(np.int32)},
         {"out": bits},
         {"out": np.zeros((2, 20), np.int16)},
         {"out": np.zeros((64, 2), np.int16).T},
         {"out": np.zeros(128, np.int16)},
         {"out": fixed},
-        {"form": "bfloat16"},
-        {"marked": np.zeros(1, np.uint16), "marks": [1]},
-        {"marked": np.zeros((1, 1), np.int16), "marks": [1]},
-        {"marked": np.zeros(4, np.int16)[::2], "marks": [2]},
-        {"marked": np.zeros(1, np.int16)},
-        {"marked": np.zeros(1, np.int16), "marks": [2]},
-        {"marked": np.zeros(1, np.int16), "marks": [2, -1]},
-        {"form": "bfloat16", "out": bits, "marked": np.zeros(1, np.int16), "marks": [1]},
-        {"form": "float32", "out": np.zeros((2, 64), np.float32)},
+        {"marked": np.zeros(1, np.uint16)},
+        {"marked": np.zeros((1, 1), np.int16)},
+        {"marked": np.zeros(4, np.int16)[::2]},
+        {"out": np.zeros((2, 64), np.float32)},
     ]
     for change in bad:
         with pytest.raises(ValueError):
             decode(dataclasses.replace(good, **change))
-    fine = dataclasses.replace(good, columns=in_order(ids % 3, TABLES, refines=True))
-    marked = dataclasses.replace(fine, marked=np.empty(0, np.int16), marks=[0])
-    for wrong in (marked, dataclasses.replace(fine, form="bfloat16", out=bits)):
-        with pytest.raises(ValueError):
-            decode(wrong)
+    fine = in_order(ids % 3, TABLES, refines=True)
+    with pytest.raises(ValueError):
+        decode(dataclasses.replace(good, columns=fine, marked=np.empty(0, np.int16)))
 
 
 def test_mistakes_of_columns() -> None:
@@ -184,32 +169,31 @@ def test_mistakes_of_columns() -> None:
             Columns(wrong[0], TABLES, wrong[1])
 
 
-def test_jobs_of_two_forms_are_not_one_call() -> None:
-    jobs = [
-        Decoding([], in_order(np.zeros(64, np.uint16), TABLES), [], [], np.empty((1, 64), HELD[form]), form)
-        for form in ("int16", "bfloat16")
-    ]
-    with pytest.raises(ValueError, match="one kind"):
+def test_jobs_that_refine_are_not_decoded_with_others() -> None:
+    symbols, ids = sample(1, 64, tables=TERNARY)
+    stream = stream_of(symbols, ids, TERNARY)
+    jobs = [int16_job(stream, np.zeros(64, np.uint16), 1, TERNARY, refines) for refines in (False, True)]
+    with pytest.raises(ValueError, match="none does"):
         decode(*jobs)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mprotect by ctypes")
-@pytest.mark.parametrize("kind", ["int16", "refine"])
+@pytest.mark.parametrize("refines", [False, True])
 @pytest.mark.parametrize("name", runnable())
-def test_a_kernel_reads_nothing_behind_a_stream(name: str, kind: str) -> None:
+def test_a_kernel_reads_nothing_behind_a_stream(name: str, refines: bool) -> None:
     """The page after the states ends the process when it is read. All lanes ask for words in the same steps."""
-    kernel = kernel_for(ISAS[name], Decode(kind))
+    kernel = kernel_for(ISAS[name], Decode(refines))
     page = mmap.PAGESIZE
     memory = mmap.mmap(-1, 2 * page)
     begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.mprotect(ctypes.c_void_p(begin + page), ctypes.c_size_t(page), 0) == 0
-    ids, tables = np.zeros(128, np.uint16), TERNARY if kind == "refine" else TABLES
+    ids, tables = np.zeros(128, np.uint16), TERNARY if refines else TABLES
     for count in (0, 1, 7, 40, 64, 200):
         at = page - 4 * LANES - 2 * count
         states = np.frombuffer(memory, np.uint32, LANES, page - 4 * LANES)
         states[:] = 2**32 - 1
         stream = Stream(np.frombuffer(memory, np.uint16, count, at), states, begin + at)
-        (read,), _ = coder.run(kernel, [(int16_job(stream, ids, 300, tables), [0])])
+        ((read, _),) = coder.run(kernel, [int16_job(stream, ids, 300, tables)])
         assert ~read > count + 64
     libc.mprotect(ctypes.c_void_p(begin + page), ctypes.c_size_t(page), 3)

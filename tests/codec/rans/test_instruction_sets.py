@@ -95,7 +95,7 @@ def test_a_missing_llvmlite_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None
     isas.llvm.cache_clear()
     monkeypatch.setattr(importlib, "import_module", Mock(side_effect=ImportError))
     with pytest.raises(KvtoolError, match="llvmlite"):
-        jit.kernel(Decode("int16"))
+        jit.kernel(Decode())
 
 
 def next_states(isa: Isa) -> Any:

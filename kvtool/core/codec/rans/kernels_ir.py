@@ -30,8 +30,6 @@ from kvtool.core.native.isa import AVX512, Isa
 from kvtool.core.native.job import JOBS, Job
 from kvtool.core.native.simd import any_bits, bits_of, count_bits, each_bit, permutations, permuted
 
-FORMS = ("int16", "bfloat16")  # of the numbers as they are; the latter holds those of 8 bits exactly
-REFINE = "refine"
 DECODE = Job(
     words="i16*",
     count="i64",  # of words
@@ -43,7 +41,7 @@ DECODE = Job(
     stride="i64",  # bytes from row to row of `out`
     rows="i64",  # at least 1
     groups="i64",  # columns / 64, at least 1
-    marked="i16*",  # [last + 1]: what takes the escapes' places, one after another; not of `refine`
+    marked="i16*",  # [last + 1]: what takes the escapes' places, one after another; not where columns refine
     last="i64",
     replace="i64",  # all bits where escapes are replaced, else 0
     escapes="i64*",  # how many were
@@ -82,25 +80,11 @@ FINER = Job(
     symbols="i8*",  # [rows, columns]
     contexts="i8*",  # [rows, columns]
 )
-WIDER = Job(
-    numbers="i16*",  # [32 * blocks], from -32767 to 32766
-    out="i16*",  # the coarser level's
-    blocks="i64",  # at least 1
-)
-STRAY = Job(
-    **_SOURCE,  # places are those of the blocks that are not coded
-    some="i64*",  # not 0 where a number in one of these blocks is not 0
-)
-
-_OFFSET = 32766  # a multiple of 3 that leaves nothing below 0
-
-
-# ---- decoding ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    form: str
+    refines: bool = False
 
     def __call__(self, isa: Isa) -> str:
         """Keep 64 lanes in registers. A step's lookups come before its words, which depend on one another."""
@@ -118,7 +102,7 @@ class Decode:
             outs = [row.at(job.places.load(block + half).to("i64")) for half in range(2)]
             parts = [outs[lane // BLOCK].at(lane % BLOCK) for lane in range(0, LANES, width)]
             firsts = [job.bases.at(column).load(lane, width) for lane in range(0, LANES, width)]
-            coarse = [part.load(0, width).to("i32", signed=True) for part in parts] if self.form == REFINE else []
+            coarse = [part.load(0, width).to("i32", signed=True) for part in parts] if self.refines else []
             if coarse:
                 firsts = [_with_context(*pair) for pair in zip(firsts, coarse, strict=True)]
             entries = [
@@ -130,8 +114,8 @@ class Decode:
                 for entry, state in zip(entries, states, strict=True)
             ]
             position, states = _filled(job, position, states)
-            _write(self.form, entries, coarse, parts)
-            if self.form != REFINE:
+            _write(entries, coarse, parts)
+            if not self.refines:
                 escapes = _with_escapes(job, entries, outs, escapes)
 
             carried = steps.close(position, escapes, *states)
@@ -191,13 +175,11 @@ def _finish(job: Fields, position: Value, escapes: Value, states: Sequence[Value
     job.read.store(any_bits(wrong).ne(0).select(position ^ -1, position))
 
 
-def _write(form: str, entries: Sequence[Value], coarse: Sequence[Value], parts: Sequence[Value]) -> None:
+def _write(entries: Sequence[Value], coarse: Sequence[Value], parts: Sequence[Value]) -> None:
     for index, (entry, out) in enumerate(zip(entries, parts, strict=True)):
         numbers = (entry & 255) - ZERO
-        if form == REFINE:
+        if coarse:
             numbers = _refined(coarse[index], numbers)
-        elif form == "bfloat16":
-            numbers = numbers.to("float", signed=True).bitcast("i32") >> 16
         out.of("i16").store(numbers.to("i16"))
 
 
@@ -221,9 +203,6 @@ def _with_escapes(job: Fields, entries: Sequence[Value], outs: Sequence[Value], 
         (lane < BLOCK).select(*outs).store(job.marked.load(k.minimum(number, job.last)), lane & (BLOCK - 1))
 
     return each_bit(bits & job.replace, escapes, replace)
-
-
-# ---- encoding ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,25 +328,4 @@ def finer_module(isa: Isa) -> str:
         job.contexts.store(context.to("i8"), at)
         (at,) = blocks.close(at + BLOCK)
         rows.close(row + job.stride, at)
-    return module(k)
-
-
-def wider_module(isa: Isa) -> str:
-    k = FunctionBuilder("run", isa, JOBS)
-    with WIDER.each(k) as job, k.loop(job.blocks) as block:
-        third = (job.numbers.load(block << 5, BLOCK) + (_OFFSET + 1)) // 3
-        job.out.store(third - _OFFSET // 3, block << 5)
-    return module(k)
-
-
-def stray_module(isa: Isa) -> str:
-    k = FunctionBuilder("run", isa, JOBS)
-    with STRAY.each(k) as job:
-        rows = k.loop(job.rows, job.numbers, k.zeros(BLOCK, "i16"))
-        row, some = rows.values
-        blocks = k.loop(job.blocks, some)
-        (some,) = blocks.values
-        (some,) = blocks.close(some | row.load(_column(job, blocks.index), BLOCK))
-        _, some = rows.close(row.skip(job.stride), some)
-        job.some.store(bits_of(some.ne(0)))
     return module(k)

@@ -45,9 +45,6 @@ I16 = npt.NDArray[np.int16]
 I32 = npt.NDArray[np.int32]
 
 
-# ---- tables ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class TableSet:
     """Frequencies of symbols, uint16 `[tables, 256]`; every row sums to 2048. A symbol of frequency 0 is never coded.
@@ -124,13 +121,16 @@ def quantised(probabilities: npt.NDArray[np.float64]) -> U16:
     return np.asarray(whole + used, np.uint16)
 
 
-# ---- columns -----------------------------------------------------------------------------------------------------
+class DecoderAddresses(NamedTuple):
+    """Addresses of the vectors that a kernel reads, and the vectors, which a caller holds meanwhile."""
+
+    first_slots: int
+    slots: int
+    places: int
+    arrays: tuple[npt.NDArray[Any], ...]
 
 
 class EncoderAddresses(NamedTuple):
-    """Addresses of the vectors that an encoder's kernels read, and the vectors, which a caller holds meanwhile."""
-
-    places: int
     low: int
     many: int
     first_entries: int
@@ -175,24 +175,22 @@ class Columns:
     def numbers(self) -> npt.NDArray[np.int64]:
         return columns_of(self.places)
 
-    @cached_property
-    def limits(self) -> tuple[I16, I16]:
-        low, high = self.tables.bounds
-        return low[self.ids], (high - low + np.int16(1))[self.ids]
-
     # For kernels. A caller takes arrays and addresses together: two threads may make either at the same time.
 
     @cached_property
-    def first_slots(self) -> U32:
-        return self.ids.astype(np.uint32) * np.uint32(SLOTS)
+    def for_decoder(self) -> DecoderAddresses:
+        arrays = (self.ids.astype(np.uint32) * np.uint32(SLOTS), self.tables.slots, self.places)
+        first_slots, slots, places = map(address, arrays)
+        return DecoderAddresses(first_slots, slots, places, arrays)
 
     @cached_property
     def for_encoder(self) -> EncoderAddresses:
         """The first entries are those of the last column first."""
         first_entries = self.ids[::-1].astype(np.uint32) * np.uint32(ALPHABET)
-        arrays = (self.places, *self.limits, first_entries)
-        places, low, many, first = [address(array) for array in arrays]
-        return EncoderAddresses(places, low, many, first, arrays)
+        low, high = self.tables.bounds
+        arrays = (low[self.ids], (high - low + np.int16(1))[self.ids], first_entries)
+        low_at, many_at, first_at = map(address, arrays)
+        return EncoderAddresses(low_at, many_at, first_at, arrays)
 
 
 def columns_of(places: I32) -> npt.NDArray[np.int64]:
@@ -201,9 +199,6 @@ def columns_of(places: I32) -> npt.NDArray[np.int64]:
 
 def in_order(ids: U16, tables: TableSet, refines: bool = False) -> Columns:
     return Columns(ids, tables, np.arange(0, len(ids), BLOCK, dtype=np.int32), refines)
-
-
-# ---- streams -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)  # frozen, making one would take twice as long; there is one for each record

@@ -34,7 +34,6 @@ _slots: weakref.WeakKeyDictionary[TableSet, dict[torch.device, torch.Tensor]] = 
 class CudaDecoding:
     stream: Stream
     columns: Columns
-    rows: int
     out: torch.Tensor  # int16 `[rows, stride]` on the device; numbers outside the columns' places are kept
 
 
@@ -63,11 +62,11 @@ def decode_batch_cuda(jobs: Sequence[CudaDecoding], device: torch.device) -> Non
 
 
 def _check(job: CudaDecoding, device: torch.device) -> None:
-    if job.rows * len(job.columns) >= 1 << 31 or len(job.stream.words) >= 1 << 31:
-        raise ValueError("a stream of more symbols than an int32 counts")
     if job.out.dtype != torch.int16 or job.out.device != device or job.out.ndim != 2:
         raise ValueError(f"decoding needs an int16 matrix on {device}")
-    if len(job.out) != job.rows or (job.out.numel() and job.out.stride(1) != 1):
+    if len(job.out) * len(job.columns) >= 1 << 31 or len(job.stream.words) >= 1 << 31:
+        raise ValueError("a stream of more symbols than an int32 counts")
+    if job.out.numel() and job.out.stride(1) != 1:
         raise ValueError("an output of the wrong shape")
     if job.columns.reach > job.out.shape[1]:
         raise ValueError("a place outside the output")
@@ -85,7 +84,7 @@ def _described(jobs: Sequence[CudaDecoding], device: torch.device) -> torch.Tens
     buffer = torch.empty(at, dtype=torch.uint8, device=device)
     rows[:, 3:7] = np.reshape(starts[1:], (len(jobs), 4)) + buffer.data_ptr()
     for row, job in zip(rows, jobs, strict=True):
-        row[:3] = job.rows, job.columns.groups, len(job.stream.words)
+        row[:3] = len(job.out), job.columns.groups, len(job.stream.words)
         row[7:] = _slots_on(job.columns.tables, device).data_ptr(), job.out.data_ptr(), job.out.stride(0)
     host = torch.empty(at, dtype=torch.uint8, pin_memory=device.type == "cuda")
     view = host.numpy()
