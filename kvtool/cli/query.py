@@ -8,9 +8,10 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,24 +34,27 @@ from kvtool.cli.out import error_json
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.collecting import paused_collection
 from kvtool.core.common.sizes import counted
+from kvtool.core.common.timeline import Timeline, add_span, process_started
 from kvtool.core.errors import EXIT_FAILED, EXIT_PARTIAL, GateError, KvtoolError, UsageError, did_you_mean
 from kvtool.core.evaluate.measures import MEASURES
 from kvtool.core.fusion.selectors import FUSIONS, REFERENCE
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import Options, option
 from kvtool.core.query.options import ANSWER, INSIDE, ChunkChoice, QueryOptions
-from kvtool.core.query.reply import Request, marked, numbers, summarise
+from kvtool.core.query.reply import Request, Retrieved, marked, numbers, summarise
 from kvtool.core.remote.options import RemoteOptions
 from kvtool.serve.options import KeepOptions, ServeOptions
 
 if TYPE_CHECKING:
-    from kvtool.core.common.timeline import Timeline
+    from kvtool.core.cache.store import Store
     from kvtool.core.evaluate.audits import Audit
     from kvtool.core.evaluate.measures import Row
     from kvtool.core.query.audit import Auditor
     from kvtool.core.query.reply import Reply
     from kvtool.core.retrieval.finder import Finder
     from kvtool.core.session.session import Session
+
+    Search = Retrieved | KvtoolError
 
 
 class Batch:
@@ -61,12 +65,13 @@ class Batch:
         self._auditor: Auditor | None = None
         self._audited = 0
 
-    def run(self, requests: list[Request]) -> int | None:
+    def run(self, requests: Sequence[Request], searches: Sequence[Search]) -> int | None:
+        """Answer the questions. `searches`: of the first ones, from before the model was loaded."""
         with self._run.out.progress("questions", total=len(requests), unit="questions") as bar:
-            for number, request in enumerate(requests, 1):
+            for number, (request, search) in enumerate(zip_longest(requests, searches), 1):
                 if self._reads:
                     self._run.out.prose(f"{request.id or number}. {request.question}")
-                self._one(request)
+                self._one(request, search)
                 bar.advance()
         rows = [summarise(mode, of) for mode, of in self._numbers.items()]
         head: dict[str, Any] = {"type": "summary", "count": len(requests) - self._failed, "failed": self._failed}
@@ -82,10 +87,10 @@ class Batch:
             return EXIT_FAILED
         return EXIT_PARTIAL if self._failed else None
 
-    def _one(self, request: Request) -> None:
+    def _one(self, request: Request, search: Search | None) -> None:
         known = {"id": request.id} if request.id is not None else {}
         try:
-            replies = self._ask(request)
+            replies = self._ask(request, search)
         except GateError:  # the next question would meet it, too
             raise
         except KvtoolError as error:
@@ -148,14 +153,16 @@ class Batch:
         if self._auditor.is_due(reply, self._options.audit):
             self._audited += self._auditor.audit(reply, self._options) is not None
 
-    def _ask(self, request: Request) -> list[Reply]:
+    def _ask(self, request: Request, search: Search | None) -> list[Reply]:
+        if isinstance(search, KvtoolError):
+            raise search
         if self._modes is None:
             from kvtool.core.query.answer import answer
 
-            return [answer(self._session, request, self._options)]
+            return [answer(self._session, request, self._options, retrieved=search)]
         from kvtool.core.query.audit import compare
 
-        return compare(self._session, request, self._options, self._modes)
+        return compare(self._session, request, self._options, self._modes, search)
 
 
 app = new_app()
@@ -216,20 +223,24 @@ def query(
         from kvtool.core.retrieval.finder import Finder
         from kvtool.core.session.identity import store_identity
 
-        finder = Finder(store, functools.cache(run.out.warning))  # each warning once, though chunks are found twice
-        is_found = _is_any_found(finder, requests, options, alone=flags.batch is None)
-        if is_found:
-            options.check_of(store_identity(store), modes or ())  # before the model is loaded
-        session = _session(run, store, timeline) if is_found else new_session(run, store)
+        finder = Finder(store, run.out.warning)
+        searches = [*_search_until_found(store, finder, requests, options, timeline)]
+        retrieved = searches[-1]
+        if isinstance(retrieved, KvtoolError):
+            if flags.batch is None:
+                raise retrieved
+            return Batch(run, new_session(run, store), options, modes).run(requests, searches)
+        options.check_of(store_identity(store), modes or ())  # before the model is loaded
+        session = _session(run, store, timeline)
         session.finder = finder
         if flags.batch is not None:
-            if modes is None and is_found:  # modes that are compared each load for themselves
+            if modes is None:  # modes that are compared each load for themselves
                 session.cache_chunks(run.get(ServeOptions).memory_cache)
-            return Batch(run, session, options, modes).run(requests)
+            return Batch(run, session, options, modes).run(requests, searches)
         if modes is not None:
-            _compare(run, session, requests[0], options, modes)
+            _compare(run, session, requests[0], options, modes, retrieved)
         else:
-            _answer(run, session, requests[0], options)
+            _answer(run, session, requests[0], options, retrieved)
     return None
 
 
@@ -248,8 +259,6 @@ def _timed(profile: Path | None) -> Iterator[Timeline | None]:
     if profile is None:
         yield None
         return
-    from kvtool.core.common.timeline import Timeline, add_span, process_started
-
     timeline = Timeline()
     if (began := process_started()) is not None:
         add_span(timeline, "start of the process", began)
@@ -311,22 +320,23 @@ def _from_stdin() -> str:
         raise UsageError("the question on stdin is not UTF-8", "convert it, such as with iconv") from error
 
 
-def _is_any_found(finder: Finder, requests: list[Request], options: QueryOptions, *, alone: bool) -> bool:
-    """True if any question finds a chunk, before the model loads. Raises KvtoolError for one asked `alone`."""
+def _search_until_found(
+    store: Store, finder: Finder, requests: Sequence[Request], options: QueryOptions, timeline: Timeline | None
+) -> Iterator[Search]:
+    """Search for each question before the model is loaded, up to the first that finds chunks."""
     for request in requests:
+        started = time.perf_counter()
         try:
-            options.find(finder, request)
-        except KvtoolError:
-            if alone:
-                raise
+            with store.view():
+                result, revision = options.find(finder, request), store.documents_revision()
+        except KvtoolError as error:
+            yield error
         else:
-            return True
-    return False
+            yield Retrieved(result, revision, add_span(timeline, "search", started) * 1e3)
+            return
 
 
 def _session(run: Run, store: Any, timeline: Timeline | None) -> Session:
-    from kvtool.core.common.timeline import add_span
-
     started = time.perf_counter()
     with paused_collection():
         importlib.import_module("kvtool.core.query.answer")  # torch and transformers come with it
@@ -346,12 +356,12 @@ def _session(run: Run, store: Any, timeline: Timeline | None) -> Session:
 # ---- one question ----
 
 
-def _answer(run: Run, session: Session, request: Request, options: QueryOptions) -> None:
+def _answer(run: Run, session: Session, request: Request, options: QueryOptions, retrieved: Retrieved) -> None:
     from kvtool.core.query.answer import answer
 
     run.out.doing("answering")
     show = functools.partial(run.out.print, end="") if options.is_streamed(run.out.on_terminal) else None
-    reply = answer(session, request, options, on_text=show)
+    reply = answer(session, request, options, show, retrieved=retrieved)
     facts = reply.to_json()
     run.out.result(facts, human=lambda: end_answer(run.out, facts))
     show_numbers(run.out, facts, reply.generated.steps, reply.generated.stepper)
@@ -386,10 +396,12 @@ def audited(audit: Audit) -> str:
     )
 
 
-def _compare(run: Run, session: Session, request: Request, options: QueryOptions, modes: list[str]) -> None:
+def _compare(
+    run: Run, session: Session, request: Request, options: QueryOptions, modes: list[str], retrieved: Retrieved
+) -> None:
     from kvtool.core.query.audit import compare
 
-    replies = compare(session, request, options, modes)
+    replies = compare(session, request, options, modes, retrieved)
     for reply in replies:
         show_decision(run.out, reply.to_json())
     value = {"reference": REFERENCE, "runs": [reply.to_json() for reply in replies]}

@@ -11,6 +11,7 @@ import pytest
 
 from kvtool.cli import query
 from kvtool.core.checkpoint import load
+from kvtool.core.retrieval.finder import Finder
 from tests.cli.working import QUESTION, environment, kvtool, listing, write_batch
 
 NOTHING = "xyzzy plugh"
@@ -77,6 +78,23 @@ def test_a_batch_that_nothing_is_found_for(store: Path, tmp_path: Path) -> None:
     assert done.code == 1
     assert [row["error"]["message"] for row in rows[:2]] == ["no chunk matches the question"] * 2
     assert rows[2] == {"schema": 1, "type": "summary", "count": 0, "failed": 2}
+
+
+@pytest.mark.parametrize("how", [(QUESTION,), (QUESTION, "--compare", "reuse,union"), ("--batch",)], ids=str)
+def test_each_question_is_searched_for_once(
+    how: tuple[str, ...], store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searches, find = list[str](), Finder.find
+
+    def noted(self: Finder, question: str, *given: Any, **more: Any) -> Any:
+        searches.append(question)
+        return find(self, question, *given, **more)
+
+    monkeypatch.setattr(Finder, "find", noted)
+    questions = [NOTHING, QUESTION, QUESTION] if "--batch" in how else [QUESTION]
+    batch = [write_batch(tmp_path / "batch.jsonl", *({"question": text} for text in questions))]
+    kvtool("query", *how, *(batch if "--batch" in how else ()), "--max-tokens", 2, "--store", store)
+    assert searches == questions
 
 
 def test_an_interrupted_question(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from kvtool.core.query.iterative import Outcome, fuse_in_rounds
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.prompt import Marks, PromptLayout, lay_out_request, plan_marks
 from kvtool.core.query.recurrent import answer_chain, keep_prefix
-from kvtool.core.query.reply import OWN_TEXT, Reply, ReplyChunk, Request, Verified
+from kvtool.core.query.reply import OWN_TEXT, Reply, ReplyChunk, Request, Retrieved, Verified
 from kvtool.core.query.staleness import with_changes
 from kvtool.core.query.streaming import Streamed, is_context_free, stream_prompt
 from kvtool.core.query.verify import Check, check
@@ -52,13 +52,14 @@ def answer(
     options: QueryOptions | None = None,
     on_text: OnText | None = None,
     again: bool = False,
+    retrieved: Retrieved | None = None,
 ) -> Reply:
     """Answer one request, from one revision of the store. One question is answered at a time, whichever thread asks.
     `again`: the question was just answered in another mode, and counts once in the store's totals. Raises GateError:
-    the gate refuses this model; KvtoolError: nothing was found; see also `lay_out`."""
+    the gate refuses this model; KvtoolError: nothing was found; see also `lay_out`, with `retrieved`."""
     options = options or QueryOptions()
     with session.lock, session.store.view():
-        begun = begin_answer(session, lay_out_request(session, request, options), options)
+        begun = begin_answer(session, lay_out_request(session, request, options, retrieved), options)
         started, (first, *more) = time.perf_counter(), begun.known
         said = generate(session.decoder, begun.outcome.fused.cache, first, begun.sampling, on_text, more)
         add_span(session.timeline, "generate", started, tokens=len(said.ids))

@@ -26,7 +26,7 @@ from kvtool.core.model.prompt import (
 )
 from kvtool.core.model.tokens import encode
 from kvtool.core.query.options import ORDINARY, QueryOptions
-from kvtool.core.query.reply import OWN_TEXT, Request
+from kvtool.core.query.reply import OWN_TEXT, Request, Retrieved
 from kvtool.core.retrieval.passages import Found, Hit, Passage
 from kvtool.core.retrieval.spotting import Span, without_overlap
 from kvtool.core.session.identity import smallest_allowed
@@ -83,11 +83,12 @@ def lay_out(
     answered: bool = True,
     behind: CachedPrefix | None = None,
     must_find: bool = True,
+    retrieved: Retrieved | None = None,
 ) -> PromptLayout:
     """Find the chunks and plan the prompt; no KV is read yet. `exactly`: take no lossy level where there is an exact
-    one. `answered`: the answer must fit, too. `must_find`: without `behind`, something has to be found. Raises
-    UsageError (ContextFullError after a cached prefix): the prompt is too long; KvtoolError: nothing was found;
-    DamagedError: nothing of it is left."""
+    one. `answered`: the answer must fit, too. `must_find`: without `behind`, something has to be found.
+    `retrieved`: used unless the documents have changed since. Raises UsageError (ContextFullError after a cached
+    prefix): the prompt is too long; KvtoolError: nothing was found; DamagedError: nothing of it is left."""
     started = time.perf_counter()
     with session.lock, session.store.view():
         session.refresh()
@@ -97,7 +98,12 @@ def lay_out(
         length = _Length(session, _least_answer(options, behind is None) if answered else 0, len(question), behind)
         least = len(question) + len(parts.prefix if behind is None else behind.tokens.ids)
         length.check(least)  # before anything is looked for
-        hits, again, found = _found(session, request, options, behind, must_find)
+        if retrieved is not None and retrieved.revision != session.store.documents_revision():
+            retrieved = None
+        found = retrieved.result if retrieved else _find(session, request, options, must_find and behind is None)
+        in_prompt = {} if behind is None else behind.chunks
+        again = [hit for hit in found.hits if hit.passage.chunk_id in in_prompt]
+        hits = [hit for hit in found.hits if hit.passage.chunk_id not in in_prompt]
         length.check(least + len(hits))  # before their tokens are read: each has some
         candidates = [_candidate(session, hit, options.level, -1.0 if exactly else options.max_loss) for hit in hits]
         left = [(hit, chunk) for hit, chunk in zip(hits, candidates, strict=True) if chunk is not None]
@@ -109,7 +115,7 @@ def lay_out(
         else:
             plan = extend_plan(behind.tokens, chunks, question)
         revision = session.store.revision()
-    retrieve_ms = add_span(session.timeline, "retrieve", started) * 1e3
+    retrieve_ms = add_span(session.timeline, "retrieve", started) * 1e3 + (retrieved.milliseconds if retrieved else 0.0)
     length.check(plan.length)
     return PromptLayout(request, [hit for hit, _ in left], plan, retrieve_ms, revision, behind, again, *found[1:])
 
@@ -153,20 +159,13 @@ def _check_characters(session: Session, length: int) -> None:
         raise UsageError(what, "ask a shorter one, and ingest what it is about")
 
 
-def _found(
-    session: Session, request: Request, options: QueryOptions, behind: CachedPrefix | None, must_find: bool
-) -> tuple[list[Hit], list[Hit], Found]:
-    """Find the chunks for a request: those that are new, those in the cached prefix, and all of them.
-    After a cached prefix, a question that finds nothing is answered from that."""
+def _find(session: Session, request: Request, options: QueryOptions, must_find: bool) -> Found:
     try:
-        found = options.find(session.finder, request, session.recent_chunks)
+        return options.find(session.finder, request, session.recent_chunks)
     except NothingFoundError:
-        if behind is None and must_find:
+        if must_find:
             raise
-        found = Found([])
-    known: Mapping[bytes, int] = {} if behind is None else behind.chunks
-    again = [hit for hit in found.hits if hit.passage.chunk_id in known]
-    return [hit for hit in found.hits if hit.passage.chunk_id not in known], again, found
+        return Found([])
 
 
 def lay_out_at(session: Session, asked: PromptLayout, options: QueryOptions, level: str) -> PromptLayout:
@@ -312,10 +311,12 @@ def _why_not(level: str, stored: bool, max_loss: float) -> str:
 # ---- a client's own messages: passages are found by their token ids and reused where they are -----------------------
 
 
-def lay_out_request(session: Session, request: Request, options: QueryOptions) -> PromptLayout:
+def lay_out_request(
+    session: Session, request: Request, options: QueryOptions, retrieved: Retrieved | None = None
+) -> PromptLayout:
     """Plan a request's prompt around the passages in its messages; without any, find chunks. Raises as `lay_out`."""
     spotted = lay_out_messages(session, request, options)
-    return spotted or lay_out(session, replace(request, messages=()), options)
+    return spotted or lay_out(session, replace(request, messages=()), options, retrieved=retrieved)
 
 
 def lay_out_messages(session: Session, request: Request, options: QueryOptions) -> PromptLayout | None:
