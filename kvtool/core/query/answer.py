@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.cache.entries import ChunkSpec
-from kvtool.core.cache.writer import Writer
-from kvtool.core.codec.levels import RAW, exact
 from kvtool.core.common.timeline import add_span
-from kvtool.core.errors import DamagedError, KvtoolError
+from kvtool.core.errors import KvtoolError
 from kvtool.core.evaluate.measures import score
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.plan import Segment
@@ -30,11 +29,11 @@ from kvtool.core.query.prompt import Marks, PromptLayout, lay_out_request, plan_
 from kvtool.core.query.recurrent import answer_chain, keep_prefix
 from kvtool.core.query.reply import OWN_TEXT, Reply, ReplyChunk, Request, Retrieved, Verified
 from kvtool.core.query.staleness import with_changes
-from kvtool.core.query.streaming import Streamed, is_context_free, stream_prompt
+from kvtool.core.query.streaming import Streamed, stream_prompt
 from kvtool.core.query.verify import Check, check
-from kvtool.core.records.encode import LeadIns, make
-from kvtool.core.records.read import read_chunk, stored_shape
-from kvtool.core.session.identity import StoreIdentity, lead_ins_of
+from kvtool.core.records.encode import LeadIns
+from kvtool.core.records.repair import repair_chunks
+from kvtool.core.session.identity import lead_ins_of
 
 if TYPE_CHECKING:
     from kvtool.core.fusion.plan import Plan
@@ -269,7 +268,7 @@ def _keep(session: Session, fused: Fused, computed: Sequence[Segment], again: bo
     ]
     known = {segment.position for segment in holes}
     holes += [segment for segment in computed if segment.position not in known]
-    _fill_holes(session, [segment for segment in holes if segment.source.chunk_id not in learned])
+    _repair_holes(session, [segment for segment in holes if segment.source.chunk_id not in learned])
     if session.learned is not None and learned:
         session.learned.store.note_access([chunk_id for chunk_id in used if chunk_id in learned])
         lost = [one for one in holes if one.source.chunk_id in learned and not one.source.stored]
@@ -361,74 +360,31 @@ def _segments(session: Session, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _fill_holes(session: Session, holes: Sequence[Segment]) -> None:
-    """Prefill holes after the store's lead-in and store them; when the store is locked, full or read-only, only warn. A
-    chunk of a `neighbour` store is left to the next ingest, which knows the chunk before it."""
-    found = [chunk for segment in holes if (chunk := _wanted(segment, session.identity)) is not None]
-    wanted = {chunk.chunk_id: chunk for chunk in found}  # a prompt may hold a chunk twice
-    stored: set[bytes] = set()
-    if wanted and not session.store.read_only and _store(session, [*wanted.values()]):
-        stored = {*wanted}
+def _repair_holes(session: Session, holes: Sequence[Segment]) -> None:
+    """Store what the store lacks of some segments; when it is locked, full or read-only, only warn. A chunk of a
+    `neighbour` store is left to the next ingest, which knows the chunk before it."""
+    store, decoder, identity = session.store, session.decoder, session.identity
+    specs = [identity.spec_of(one.source.chunk_id, one.ids) for one in holes if not one.source.stored]
+    chunks = {spec.chunk_id: spec for spec in specs if spec is not None}  # a prompt may hold a chunk twice
+    if store.read_only:
+        chunks = {}
+    lead_ins = cache(lambda: lead_ins_of(identity, decoder))
+
+    def lead_ins_for(chunk: ChunkSpec) -> LeadIns:
+        return LeadIns.nothing(decoder) if chunk.chunk_id == identity.prefix_id else lead_ins()
+
+    if chunks:
+        try:
+            repair_chunks(store, decoder, session.profiles, lead_ins_for, [*chunks.values()])
+        except KvtoolError as error:
+            session.warn(f"{len(chunks)} computed chunk(s) could not be stored: {error.message}", error.hint)
+            chunks = {}
+        else:
+            store.note_use([*chunks])
     for segment in holes:
-        chunk_id = segment.source.chunk_id  # an instruction of one's own has none
+        chunk_id = segment.source.chunk_id  # another instruction than the store's has none
         name = f"chunk {chunk_id.hex()[:12]}" if chunk_id else "the prompt's beginning"
-        hint = "it is stored now, for the next question" if chunk_id in stored else ""
+        hint = "it is stored now, for the next question" if chunk_id in chunks else ""
         if not hint and chunk_id and not segment.source.stored:
             hint = "an ingest of its document stores it"
         session.warn(f"{name} was computed in place: {segment.reason}", hint)
-
-
-def _store(session: Session, wanted: Sequence[ChunkSpec]) -> bool:
-    store, decoder, identity = session.store, session.decoder, session.identity
-    try:
-        with store.writer() as writer:
-            of_chunks: LeadIns | None = None  # computed once for all
-            for chunk in wanted:
-                if _clean(session, writer, chunk):
-                    continue  # only what was made of it was damaged
-                if chunk.chunk_id == identity.prefix_id:
-                    lead_ins = LeadIns.nothing(decoder)
-                else:
-                    lead_ins = of_chunks = of_chunks or lead_ins_of(identity, decoder)
-                (made,) = make(decoder, lead_ins, [chunk])
-                writer.put_chunk(made.chunk_id, made.info, made.level, made.layers)
-    except KvtoolError as error:
-        session.warn(f"{len(wanted)} computed chunk(s) could not be stored: {error.message}", error.hint)
-        return False
-    store.note_use([chunk.chunk_id for chunk in wanted])
-    return True
-
-
-def _clean(session: Session, writer: Writer, chunk: ChunkSpec) -> bool:
-    """Drop only what cannot be read of a chunk; return whether a level that loses nothing is left."""
-    store, layers = session.store, session.layers
-    wanted = chunk.info(layers)
-    try:
-        info = store.chunk_info(chunk.chunk_id)
-    except DamagedError:
-        info = None
-    if info is not None and (info.token_ids, info.lead_in, info.layers) != (chunk.ids, wanted.lead_in, layers):
-        writer.drop_chunks([chunk.chunk_id])  # another chunk's
-        return False
-    here = store.sizes_here(chunk.chunk_id)
-    sound = [level for level in here if _is_readable(session, chunk, level)]
-    for level in {*here, RAW} - {*sound}:  # raw: records that no row counts any longer
-        writer.drop_level([chunk.chunk_id], level)
-    return info is not None and bool(exact(sound))
-
-
-def _is_readable(session: Session, chunk: ChunkSpec, level: str) -> bool:
-    shapes = [stored_shape(shape, len(chunk.ids)) for shape in session.decoder.shapes]
-    try:
-        read_chunk(session.store, chunk.chunk_id, level, session.layers, session.profiles, shapes)
-    except DamagedError:
-        return False
-    return True
-
-
-def _wanted(segment: Segment, identity: StoreIdentity) -> ChunkSpec | None:
-    """Return the record to make; None: there is one all the same, or the chunk before it is needed."""
-    chunk_id = segment.source.chunk_id
-    if segment.source.stored or not is_context_free(segment, identity):
-        return None
-    return identity.wanted_prefix if chunk_id == identity.prefix_id else identity.wanted(segment.ids)
