@@ -29,7 +29,7 @@ from kvtool.cli.answers import (
 )
 from kvtool.cli.beside import answered_beside, check_kept, is_kept_asked
 from kvtool.cli.commands import new_app
-from kvtool.cli.options import Question, Run, new_session, open_any_store, open_session, takes
+from kvtool.cli.options import Question, Run, open_any_store, open_session, takes
 from kvtool.cli.out import error_json
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.collecting import paused_collection
@@ -229,13 +229,14 @@ def query(
         if isinstance(retrieved, KvtoolError):
             if flags.batch is None:
                 raise retrieved
-            return Batch(run, new_session(run, store), options, modes).run(requests, searches)
+            from kvtool.core.session.session import Session  # of torch
+
+            return Batch(run, Session.open(store), options, modes).run(requests, searches)
         options.check_of(store_identity(store), modes or ())  # before the model is loaded
-        session = _session(run, store, timeline)
-        session.finder = finder
+        # Modes that are compared each load for themselves.
+        memory_cache = run.get(ServeOptions).memory_cache if flags.batch is not None and modes is None else None
+        session = _session(run, store, finder, timeline, memory_cache)
         if flags.batch is not None:
-            if modes is None:  # modes that are compared each load for themselves
-                session.cache_chunks(run.get(ServeOptions).memory_cache)
             return Batch(run, session, options, modes).run(requests, searches)
         if modes is not None:
             _compare(run, session, requests[0], options, modes, retrieved)
@@ -336,16 +337,17 @@ def _search_until_found(
             return
 
 
-def _session(run: Run, store: Any, timeline: Timeline | None) -> Session:
+def _session(run: Run, store: Store, finder: Finder, timeline: Timeline | None, memory_cache: int | None) -> Session:
     started = time.perf_counter()
     with paused_collection():
         importlib.import_module("kvtool.core.query.answer")  # torch and transformers come with it
+        from kvtool.core.fusion.source import RecentChunks
     add_span(timeline, "import", started)
     started = time.perf_counter()
-    session = open_session(run, store)
-    session.say = run.out.status
+    recent_chunks = None if memory_cache is None else RecentChunks(memory_cache)
+    members = {"memory_cache": memory_cache, "recent_chunks": recent_chunks}
+    session = open_session(run, store, finder=finder, say=run.out.status, timeline=timeline, **members)
     add_span(timeline, "load model", started)
-    session.timeline = timeline
     loaded = session.decoder.loaded
     run.out.detail(
         f"{loaded.files.ref} on {loaded.device} in {loaded.arithmetic.dtype}, loaded in {loaded.load_ms:.0f} ms"

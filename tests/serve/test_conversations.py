@@ -16,6 +16,7 @@ import kvtool
 from kvtool.core.cache.store import Store
 from kvtool.core.compress.job import compress
 from kvtool.core.compress.options import CompressOptions
+from kvtool.core.common.types import warn_nobody
 from kvtool.core.errors import ContextFullError, KvtoolError, KvtoolWarning, UsageError
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.options import ModelOptions
@@ -310,8 +311,7 @@ def test_turns_that_will_not_stand_are_not_computed(
 ) -> None:
     long = tuple((f"What of mill {number % 8}?", "word " * 300) for number in range(30))
     with kvtool.open(ready) as cache:
-        session = cache._opened()
-        session.warn = lambda text, hint: None
+        session = replace(cache._opened(), warn=warn_nobody)
         talk = Conversation.over(session, SHORT, by_text=True)
         for question, said in long:
             _begun(session, talk, partial(talk.give, session, Request(question), said))

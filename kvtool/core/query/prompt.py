@@ -138,7 +138,7 @@ class _Length:
 
     def check(self, tokens: int) -> None:
         """Refuse a prompt of so many tokens, or more; the hint is what would help."""
-        if not self.session.is_loaded:
+        if not self.session.model.is_loaded:
             return
         decoder, tokens = self.session.decoder, tokens + self.more
         hint = "lower --top-k or --max-tokens, or name fewer --documents"
@@ -154,7 +154,7 @@ class _Length:
 
 
 def _check_characters(session: Session, length: int) -> None:
-    if session.is_loaded and length > (most := _MOST_CHARACTERS * session.decoder.context):
+    if session.model.is_loaded and length > (most := _MOST_CHARACTERS * session.decoder.context):
         what = f"the question has {length:,} characters, and what the model takes has at most {most:,}"
         raise UsageError(what, "ask a shorter one, and ingest what it is about")
 
@@ -336,7 +336,7 @@ def lay_out_messages(session: Session, request: Request, options: QueryOptions) 
         if ids is None:
             return None
         ids += tuple(said_tokens(session.tokenizer, request.prefill))
-        if session.is_loaded:
+        if session.model.is_loaded:
             is_first = all(role != "assistant" for role, _ in request.messages)
             try:
                 least = _least_answer(options, is_first)
@@ -373,7 +373,7 @@ def _beginning(session: Session, request: Request) -> Sequence[int]:
     """Return the tokens of a request's messages, up to a loaded model's context. Answers are left out: one that quotes
     a passage does not show that the client retrieves."""
     text = "\n\n".join(content for role, content in request.messages if role != "assistant")
-    if not session.is_loaded:
+    if not session.model.is_loaded:
         return encode(session.tokenizer, text)
     most = session.decoder.context
     return encode(session.tokenizer, text[: _MOST_CHARACTERS * most])[:most]
