@@ -209,17 +209,17 @@ def query(
     if question is None and flags.batch is None and is_piped:
         question = _piped(run)
     requests = _requests(question, flags.batch, run.get(ChunkChoice))
-    profile = _timeline_file()
     if modes is not None:
         options.check_comparable()
-    is_plain = run.get(KeepOptions).server and flags.batch is None and modes is None and profile is None
+    is_plain = run.get(KeepOptions).server and flags.batch is None and modes is None
+    is_plain = is_plain and not os.environ.get(TIMELINE)
     check_kept(run, is_plain)
     if is_plain and answered_beside(run, requests[0]):
         return None
     if flags.batch is None and modes is None:
         # One answer leaves too little garbage to look at all that is imported and loaded for it: 0.6 s of a processor.
         gc.disable()  # until the end of the process, which comes then; see cli/app.py
-    with open_any_store(run) as store, _timed(profile) as timeline:
+    with _timed() as timeline, open_any_store(run) as store:
         from kvtool.core.retrieval.finder import Finder
         from kvtool.core.session.identity import store_identity
 
@@ -245,21 +245,16 @@ def query(
     return None
 
 
-def _timeline_file() -> Path | None:
-    named = os.environ.get(TIMELINE)
-    if not named:
-        return None
-    profile = Path(named).expanduser()
-    if profile.is_dir() or not profile.absolute().parent.is_dir():
-        raise UsageError(f"the timeline cannot be written to {named!r}", "name a file in a folder that exists")
-    return profile
-
-
 @contextmanager
-def _timed(profile: Path | None) -> Iterator[Timeline | None]:
-    if profile is None:
+def _timed() -> Iterator[Timeline | None]:
+    """Write a timeline of the block to the file that `KVTOOL_TIMELINE` names, if any."""
+    name = os.environ.get(TIMELINE)
+    if not name:
         yield None
         return
+    path = Path(name).expanduser()
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UsageError(f"the timeline cannot be written to {name!r}", "name a file in a folder that exists")
     timeline = Timeline()
     if (began := process_started()) is not None:
         add_span(timeline, "start of the process", began)
@@ -267,9 +262,9 @@ def _timed(profile: Path | None) -> Iterator[Timeline | None]:
         yield timeline
     finally:
         try:
-            timeline.write(profile)
+            timeline.write(path)
         except OSError as error:
-            raise KvtoolError(f"the timeline {str(profile)!r} cannot be written: {error.strerror}") from error
+            raise KvtoolError(f"the timeline {str(path)!r} cannot be written: {error.strerror}") from error
 
 
 # ---- what was asked ----

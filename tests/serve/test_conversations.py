@@ -14,9 +14,9 @@ import pytest
 
 import kvtool
 from kvtool.core.cache.store import Store
+from kvtool.core.common.types import warn_nobody
 from kvtool.core.compress.job import compress
 from kvtool.core.compress.options import CompressOptions
-from kvtool.core.common.types import warn_nobody
 from kvtool.core.errors import ContextFullError, KvtoolError, KvtoolWarning, UsageError
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.options import ModelOptions

@@ -86,9 +86,6 @@ class PreparedAnswer:
     sampling: Sampling
     marks: Sequence[Marks] = ()
 
-    def reply(self, said: Generated, checked: Check | None = None) -> Reply:
-        return _reply(self, said, checked)
-
     @property
     def is_draft(self) -> bool:
         """A model that keeps states reuses a prompt's beginning only, and exactly: its answers need no check."""
@@ -115,6 +112,70 @@ class PreparedAnswer:
             keep_prefix(self.session, self.outcome.chained, self.options.state_cache_size, again)
         else:
             _keep(self.session, self.outcome.fused, self.streamed.holes, again, self.asked.learned)
+
+    def _timing(self, said: Generated) -> dict[str, float]:
+        asked, choice, streamed = self.asked, self.choice, self.streamed
+        decide_ms = choice.decide_ms if choice is not None else 0.0
+        return {
+            "retrieve": asked.retrieve_ms,
+            **asdict(self.outcome.fused.timing),
+            "ttft": asked.retrieve_ms + decide_ms + streamed.ms + self.fuse_ms,
+            "generate": said.milliseconds,
+            "model_load": self.session.decoder.loaded.load_ms,
+            "stream": streamed.ms,
+            **({"decide": choice.decide_ms, "profile": choice.profile_ms} if choice is not None else {}),
+        }
+
+    def reply(self, said: Generated, checked: Check | None = None) -> Reply:
+        session, asked, options, choice = self.session, self.asked, self.options, self.choice
+        if checked is not None:
+            draft = checked.draft  # which was timed
+            said = replace(said, milliseconds=draft.milliseconds, steps=draft.steps, stepper=draft.stepper)
+        fused, slo_ms, timing = self.outcome.fused, options.slo_ms, self._timing(said)
+        text = said.text.rstrip() if asked.request.prefill else said.text.strip()
+        started = time.perf_counter()
+        citations = None
+        if options.cite:
+            passages = [*self.chunks, *self.resident_chunks]
+            citations = cite(session, asked.request.question, passages, text, asked.request.search)
+            timing["cite"] = add_span(session.timeline, "cite", started) * 1e3
+        return Reply(
+            question=asked.request.question,
+            answer=text,
+            finish=said.finish,
+            fusion=str(options.fusion),
+            chunks=with_changes(session.store, self.chunks),
+            revision=asked.revision,
+            tokens=fused.tokens.to_json() | {"shifted": int(fused.shifted.rows.sum()), "generated": len(said.ids)},
+            timing_ms=timing,
+            bytes_read=fused.bytes_read + self.streamed.bytes_read,
+            controller={} if choice is None else choice.decision.to_json(),
+            stream=self.streamed.rows,
+            slo={} if slo_ms is None else {"slo_ms": slo_ms, "met": timing["ttft"] <= slo_ms},
+            generated=said,
+            fused=fused,
+            selector=self.selector,
+            segments=_segments(session, fused.plan) if options.token_ids else None,
+            explanations=explain(fused, session.tokenizer) if options.explain else [],
+            backends=explain_attention(session.decoder, fused) if options.explain else [],
+            resident_chunks=with_changes(session.store, self.resident_chunks),
+            scores=asdict(score(text, asked.request.answers)) if asked.request.answers else {},
+            rounds=self.outcome.rounds,
+            chunks_omitted=asked.cut,
+            corrections=asked.corrections,
+            chunks_remaining=len(asked.hits) - len(fused.plan.passages),
+            citations=citations,
+            verified=_verified(said, checked, timing) if options.verify else None,
+            resolved={
+                "device": session.decoder.device,
+                "dtype": session.decoder.loaded.arithmetic.dtype,
+                "store_dtype": session.identity.dtype,
+                "model": session.identity.model,
+                "stepper": said.stepper,
+                "forward": session.decoder.forward,
+                "weights": session.decoder.loaded.weights,
+            },
+        )
 
 
 def begin_answer(
@@ -276,72 +337,6 @@ def _keep(session: Session, fused: Fused, computed: Sequence[Segment], again: bo
             session.warn(f"a learned passage was computed in place: {segment.reason}", "it is learned again")
         if lost:  # not those that are stored at another level than is asked for
             session.learned.forget({segment.source.chunk_id for segment in lost})
-
-
-def _timing(begun: PreparedAnswer, said: Generated) -> dict[str, float]:
-    asked, choice, streamed = begun.asked, begun.choice, begun.streamed
-    decide_ms = choice.decide_ms if choice is not None else 0.0
-    return {
-        "retrieve": asked.retrieve_ms,
-        **asdict(begun.outcome.fused.timing),
-        "ttft": asked.retrieve_ms + decide_ms + streamed.ms + begun.fuse_ms,
-        "generate": said.milliseconds,
-        "model_load": begun.session.decoder.loaded.load_ms,
-        "stream": streamed.ms,
-        **({"decide": choice.decide_ms, "profile": choice.profile_ms} if choice is not None else {}),
-    }
-
-
-def _reply(begun: PreparedAnswer, said: Generated, checked: Check | None) -> Reply:
-    session, asked, options, choice = begun.session, begun.asked, begun.options, begun.choice
-    if checked is not None:
-        draft = checked.draft  # which was timed
-        said = replace(said, milliseconds=draft.milliseconds, steps=draft.steps, stepper=draft.stepper)
-    fused, slo_ms, timing = begun.outcome.fused, options.slo_ms, _timing(begun, said)
-    text = said.text.rstrip() if asked.request.prefill else said.text.strip()
-    started = time.perf_counter()
-    citations = None
-    if options.cite:
-        passages = [*begun.chunks, *begun.resident_chunks]
-        citations = cite(session, asked.request.question, passages, text, asked.request.search)
-        timing["cite"] = add_span(session.timeline, "cite", started) * 1e3
-    return Reply(
-        question=asked.request.question,
-        answer=text,
-        finish=said.finish,
-        fusion=str(options.fusion),
-        chunks=with_changes(session.store, begun.chunks),
-        revision=asked.revision,
-        tokens=fused.tokens.to_json() | {"shifted": int(fused.shifted.rows.sum()), "generated": len(said.ids)},
-        timing_ms=timing,
-        bytes_read=fused.bytes_read + begun.streamed.bytes_read,
-        controller={} if choice is None else choice.decision.to_json(),
-        stream=begun.streamed.rows,
-        slo={} if slo_ms is None else {"slo_ms": slo_ms, "met": timing["ttft"] <= slo_ms},
-        generated=said,
-        fused=fused,
-        selector=begun.selector,
-        segments=_segments(session, fused.plan) if options.token_ids else None,
-        explanations=explain(fused, session.tokenizer) if options.explain else [],
-        backends=explain_attention(session.decoder, fused) if options.explain else [],
-        resident_chunks=with_changes(session.store, begun.resident_chunks),
-        scores=asdict(score(text, asked.request.answers)) if asked.request.answers else {},
-        rounds=begun.outcome.rounds,
-        chunks_omitted=asked.cut,
-        corrections=asked.corrections,
-        chunks_remaining=len(asked.hits) - len(fused.plan.passages),
-        citations=citations,
-        verified=_verified(said, checked, timing) if options.verify else None,
-        resolved={
-            "device": session.decoder.device,
-            "dtype": session.decoder.loaded.arithmetic.dtype,
-            "store_dtype": session.identity.dtype,
-            "model": session.identity.model,
-            "stepper": said.stepper,
-            "forward": session.decoder.forward,
-            "weights": session.decoder.loaded.weights,
-        },
-    )
 
 
 def _verified(said: Generated, checked: Check | None, timing: dict[str, float]) -> Verified:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvtool.core.cache.identity import ids_digest
@@ -95,16 +96,18 @@ def lay_out(
         parts = parts_for(session, options)
         _check_characters(session, len(request.question))
         question = question_tokens(session.tokenizer, request.question, parts, request.prefill)
-        length = _Length(session, _least_answer(options, behind is None) if answered else 0, len(question), behind)
-        least = len(question) + len(parts.prefix if behind is None else behind.tokens.ids)
-        length.check(least)  # before anything is looked for
+        check_length, more = partial(_check_length, session, len(question), behind), 0
+        if answered:
+            more = _least_answer(options, behind is None)
+        least = len(question) + len(parts.prefix if behind is None else behind.tokens.ids) + more
+        check_length(least)  # before anything is looked for
         if retrieved is not None and retrieved.revision != session.store.documents_revision():
             retrieved = None
         found = retrieved.result if retrieved else _find(session, request, options, must_find and behind is None)
         in_prompt = {} if behind is None else behind.chunks
         again = [hit for hit in found.hits if hit.passage.chunk_id in in_prompt]
         hits = [hit for hit in found.hits if hit.passage.chunk_id not in in_prompt]
-        length.check(least + len(hits))  # before their tokens are read: each has some
+        check_length(least + len(hits))  # before their tokens are read: each has some
         candidates = [_candidate(session, hit, options.level, -1.0 if exactly else options.max_loss) for hit in hits]
         left = [(hit, chunk) for hit, chunk in zip(hits, candidates, strict=True) if chunk is not None]
         if hits and not left and behind is None:
@@ -116,7 +119,7 @@ def lay_out(
             plan = extend_plan(behind.tokens, chunks, question)
         revision = session.store.revision()
     retrieve_ms = add_span(session.timeline, "retrieve", started) * 1e3 + (retrieved.milliseconds if retrieved else 0.0)
-    length.check(plan.length)
+    check_length(plan.length + more)
     return PromptLayout(request, [hit for hit, _ in left], plan, retrieve_ms, revision, behind, again, *found[1:])
 
 
@@ -126,31 +129,20 @@ def _least_answer(options: QueryOptions, is_first: bool) -> int:
     return options.max_tokens if not options.clamp else 1 if is_first else min(options.max_tokens, ORDINARY)
 
 
-@dataclass(frozen=True, slots=True)
-class _Length:
-    """The length of a prompt, checked against a loaded model's context. `more`: tokens of an answer that has to fit,
-    too."""
-
-    session: Session
-    more: int
-    asked: int
-    behind: CachedPrefix | None
-
-    def check(self, tokens: int) -> None:
-        """Refuse a prompt of so many tokens, or more; the hint is what would help."""
-        if not self.session.model.is_loaded:
-            return
-        decoder, tokens = self.session.decoder, tokens + self.more
-        hint = "lower --top-k or --max-tokens, or name fewer --documents"
-        if self.asked > decoder.context // 2:
-            hint = f"{self.asked} of them are the question's own: ask a shorter one, and ingest what it is about"
-        if self.behind is None:
-            decoder.check_length(tokens, hint)
-        elif tokens > decoder.context:
-            raise ContextFullError(
-                f"the conversation would have {tokens} tokens with this question, the model takes {decoder.context}",
-                f"start a new one, or {hint}",
-            )
+def _check_length(session: Session, question: int, behind: CachedPrefix | None, tokens: int) -> None:
+    """Refuse a prompt of at least so many tokens that is too long for a loaded model. `question`: tokens of its own."""
+    if not session.model.is_loaded:
+        return
+    decoder, hint = session.decoder, "lower --top-k or --max-tokens, or name fewer --documents"
+    if question > decoder.context // 2:
+        hint = f"{question} of them are the question's own: ask a shorter one, and ingest what it is about"
+    if behind is None:
+        decoder.check_length(tokens, hint)
+    elif tokens > decoder.context:
+        raise ContextFullError(
+            f"the conversation would have {tokens} tokens with this question, the model takes {decoder.context}",
+            f"start a new one, or {hint}",
+        )
 
 
 def _check_characters(session: Session, length: int) -> None:

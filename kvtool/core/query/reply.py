@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.core.common.json_text import parsed
 from kvtool.core.common.marks import Place
+from kvtool.core.errors import UsageError
 from kvtool.core.evaluate.measures import MEASURES, Row, means, medians
 from kvtool.core.fusion.selectors import AUTO
 from kvtool.core.retrieval.passages import Found, Hit, place_and_text
@@ -316,8 +317,6 @@ class Reply:
 
 def read_batch(path: Path) -> list[Request]:
     """Return the requests of a `--batch` file: one JSON object a line. Raises UsageError, which names the line."""
-    from kvtool.core.errors import UsageError
-
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")  # JSON may hold other line separators
     except (OSError, UnicodeDecodeError) as error:
