@@ -61,9 +61,10 @@ class Batch:
     def __init__(self, run: Run, session: Session, options: QueryOptions, modes: list[str] | None) -> None:
         self._run, self._session, self._options, self._modes = run, session, options, modes
         self._numbers: dict[str, list[Row]] = {}  # by mode, one row a question
-        self._failed = 0
+        self._reads = run.out.on_terminal  # else a program does
+        self._audits = modes is None and options.audit > 0
         self._auditor: Auditor | None = None
-        self._audited = 0
+        self._failed = self._audited = 0
 
     def run(self, requests: Sequence[Request], searches: Sequence[Search]) -> int | None:
         """Answer the questions. `searches`: of the first ones, from before the model was loaded."""
@@ -109,14 +110,8 @@ class Batch:
             self._run.out.json({**known, "question": request.question, "reference": REFERENCE, "runs": runs})
         else:
             self._run.out.json(known | replies[0].to_json())
-        if self._modes is None:
+        if self._audits:
             self._audit(replies[0])
-
-    # ---- on a terminal ----
-
-    @property
-    def _reads(self) -> bool:
-        return self._run.out.on_terminal
 
     def _tell(self, replies: list[Reply]) -> None:
         if self._modes is not None:
@@ -137,16 +132,8 @@ class Batch:
         if rows:
             self._run.out.table(head, cells)
 
-    # ---- audits ----
-
-    @property
-    def _audits(self) -> bool:
-        return self._modes is None and self._options.audit > 0
-
     def _audit(self, reply: Reply) -> None:
         """Answer in full, too, where this question is drawn: the printed line is final."""
-        if not self._audits:
-            return
         from kvtool.core.query.audit import Auditor
 
         self._auditor = self._auditor or Auditor(self._session)

@@ -80,21 +80,13 @@ def test_a_batch_that_nothing_is_found_for(store: Path, tmp_path: Path) -> None:
     assert rows[2] == {"schema": 1, "type": "summary", "count": 0, "failed": 2}
 
 
-@pytest.mark.parametrize("how", [(QUESTION,), (QUESTION, "--compare", "reuse,union"), ("--batch",)], ids=str)
-def test_each_question_is_searched_for_once(
-    how: tuple[str, ...], store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_question_is_searched_for_once(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     searches, find = list[str](), Finder.find
-
-    def noted(self: Finder, question: str, *given: Any, **more: Any) -> Any:
-        searches.append(question)
-        return find(self, question, *given, **more)
-
-    monkeypatch.setattr(Finder, "find", noted)
-    questions = [NOTHING, QUESTION, QUESTION] if "--batch" in how else [QUESTION]
-    batch = [write_batch(tmp_path / "batch.jsonl", *({"question": text} for text in questions))]
-    kvtool("query", *how, *(batch if "--batch" in how else ()), "--max-tokens", 2, "--store", store)
-    assert searches == questions
+    monkeypatch.setattr(Finder, "find", lambda *given, **how: (searches.append(given[1]), find(*given, **how))[1])
+    batch = write_batch(tmp_path / "batch.jsonl", *({"question": text} for text in (NOTHING, QUESTION)))
+    for asked in (("--batch", batch), (QUESTION, "--compare", "reuse,union"), (QUESTION,)):
+        kvtool("query", *asked, "--max-tokens", 2, "--store", store)
+    assert searches == [NOTHING, *[QUESTION] * 3]
 
 
 def test_an_interrupted_question(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -180,9 +179,9 @@ def test_what_stands_is_made_anew_of_another_instruction_or_other_records(
 ) -> None:
     compress(store, CompressOptions(levels=("4",), fit_prompts=1, questions=0))
     options = QueryOptions(level="4", fusion="reuse", **ASKING)
-    with package.open(store) as cache:
-        told = list[str]()
-        session = replace(cache._opened(), warn=lambda text, hint: told.append(text))
+    told = list[str]()
+    with package.open(store, warn=lambda text, hint: told.append(text)) as cache:
+        session = cache._opened()
         talk = Conversation.over(session, options, by_text=True)
         first = talk.ask(FIRST)
         change(store)
@@ -205,10 +204,9 @@ def test_new_documents_leave_what_stands(store: Path, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_gone_through_anew_starts_over(store: Path) -> None:
-    with package.open(store) as cache:
-        told = list[str]()
-        session = replace(cache._opened(), warn=lambda text, hint: told.append(text))
-        talk = Conversation.over(session, QueryOptions(**ASKING))
+    told = list[str]()
+    with package.open(store, warn=lambda text, hint: told.append(text)) as cache:
+        talk = Conversation.over(cache._opened(), QueryOptions(**ASKING))
         chunks = [chunk.id for chunk in talk.ask(Request(FIRST, documents=("mill2.md",))).chunks]
         with Store.open(store) as opened, opened.writer() as writer:
             (path,) = [entry.path for entry in opened.files() if entry.path.endswith("mill2.md")]
