@@ -26,23 +26,19 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("given", "code", "said"),
     [
-        ((NOTHING,), 1, "no chunk matches"),
-        ((QUESTION, "--chunks", "deadbeef"), 2, "'deadbeef' is not in the store"),
-        ((QUESTION, "--documents", "none.md"), 2, "'none.md' is not in the store"),
-        ((QUESTION, "--set", "search.source=zz*"), 2, "no document matches"),
-        ((QUESTION, "--retriever", "dense"), 2, "embedding model"),
-        ((NOTHING, "--compare", "reuse,union"), 1, "no chunk matches"),
+        (("query", NOTHING), 1, "no chunk matches"),
+        (("query", QUESTION, "--chunks", "deadbeef"), 2, "'deadbeef' is not in the store"),
+        (("query", QUESTION, "--documents", "none.md"), 2, "'none.md' is not in the store"),
+        (("query", QUESTION, "--set", "search.source=zz*"), 2, "no document matches"),
+        (("query", QUESTION, "--retriever", "dense"), 2, "embedding model"),
+        (("query", NOTHING, "--compare", "reuse,union"), 1, "no chunk matches"),
+        (("inspect", "sparsity", NOTHING), 1, "no chunk matches"),
+        (("inspect", "deviation", NOTHING), 1, "no chunk matches"),
     ],
     ids=str,
 )
 def test_what_cannot_be_found(given: tuple[str, ...], code: int, said: str, store: Path) -> None:
-    kvtool("query", *given, "--store", store).failed(code, said)
-
-
-@pytest.mark.usefixtures("no_model")
-@pytest.mark.parametrize("report", ["sparsity", "deviation"])
-def test_what_a_report_cannot_find(report: str, store: Path) -> None:
-    kvtool("inspect", report, NOTHING, "--store", store).failed(1, "no chunk matches")
+    kvtool(*given, "--store", store).failed(code, said)
 
 
 @pytest.mark.parametrize(
@@ -74,10 +70,9 @@ def test_an_empty_store(store: Path) -> None:
 def test_a_batch_that_nothing_is_found_for(store: Path, tmp_path: Path) -> None:
     batch = write_batch(tmp_path / "batch.jsonl", *({"id": n, "question": NOTHING} for n in range(2)))
     done = kvtool("query", "--batch", batch, "--store", store)
-    rows = done.lines
     assert done.code == 1
-    assert [row["error"]["message"] for row in rows[:2]] == ["no chunk matches the question"] * 2
-    assert rows[2] == {"schema": 1, "type": "summary", "count": 0, "failed": 2}
+    assert [row["error"]["message"] for row in done.lines[:2]] == ["no chunk matches the question"] * 2
+    assert done.lines[2] == {"schema": 1, "type": "summary", "count": 0, "failed": 2}
 
 
 def test_each_question_is_searched_for_once(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,5 +89,4 @@ def test_an_interrupted_question(store: Path, monkeypatch: pytest.MonkeyPatch) -
         raise KeyboardInterrupt
 
     monkeypatch.setattr(query, "_session", interrupt)
-    done = kvtool("query", QUESTION, "--store", store).failed(130, "the store is unchanged")
-    assert "committed" not in done.err
+    assert "committed" not in kvtool("query", QUESTION, "--store", store).failed(130, "the store is unchanged").err

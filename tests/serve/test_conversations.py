@@ -14,7 +14,6 @@ import pytest
 
 import kvtool
 from kvtool.core.cache.store import Store
-from kvtool.core.common.types import warn_nobody
 from kvtool.core.compress.job import compress
 from kvtool.core.compress.options import CompressOptions
 from kvtool.core.errors import ContextFullError, KvtoolError, KvtoolWarning, UsageError
@@ -310,7 +309,7 @@ def test_turns_that_will_not_stand_are_not_computed(
     ready: Path, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = tuple((f"What of mill {number % 8}?", "word " * 300) for number in range(30))
-    with kvtool.open(ready, warn=warn_nobody) as cache:
+    with kvtool.open(ready, warn=lambda text, hint: None) as cache:
         session = cache._opened()
         talk = Conversation.over(session, SHORT, by_text=True)
         for question, said in long:
