@@ -259,14 +259,10 @@ def open_any_store(run: Run) -> Store:
     return open_shared(place, timeout=timeout, lock_wait=run.lock_wait, warn=run.out.warning)
 
 
-def new_session(run: Run, store: Store) -> Session:
+def open_session(run: Run, store: Store, **members: Any) -> Session:
     from kvtool.core.session.session import Session
 
-    return Session(store, run.get(ModelOptions), warn=run.out.warning)
-
-
-def open_session(run: Run, store: Store) -> Session:
-    session = new_session(run, store)
+    session = Session.open(store, run.get(ModelOptions), warn=run.out.warning, **members)
     run.out.doing(f"loading the model {session.identity.model}")
     _ = session.decoder
     return session

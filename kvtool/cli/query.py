@@ -8,9 +8,10 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,23 +29,24 @@ from kvtool.cli.answers import (
 )
 from kvtool.cli.beside import answered_beside, check_kept, is_kept_asked
 from kvtool.cli.commands import new_app
-from kvtool.cli.options import Question, Run, new_session, open_any_store, open_session, takes
+from kvtool.cli.options import Question, Run, open_any_store, open_session, takes
 from kvtool.cli.out import error_json
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.collecting import paused_collection
 from kvtool.core.common.sizes import counted
+from kvtool.core.common.timeline import Timeline, add_span, process_started
 from kvtool.core.errors import EXIT_FAILED, EXIT_PARTIAL, GateError, KvtoolError, UsageError, did_you_mean
 from kvtool.core.evaluate.measures import MEASURES
 from kvtool.core.fusion.selectors import FUSIONS, REFERENCE
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import Options, option
 from kvtool.core.query.options import ANSWER, INSIDE, ChunkChoice, QueryOptions
-from kvtool.core.query.reply import Request, marked, numbers, summarise
+from kvtool.core.query.reply import Request, Retrieved, marked, numbers, summarise
 from kvtool.core.remote.options import RemoteOptions
 from kvtool.serve.options import KeepOptions, ServeOptions
 
 if TYPE_CHECKING:
-    from kvtool.core.common.timeline import Timeline
+    from kvtool.core.cache.store import Store
     from kvtool.core.evaluate.audits import Audit
     from kvtool.core.evaluate.measures import Row
     from kvtool.core.query.audit import Auditor
@@ -52,21 +54,25 @@ if TYPE_CHECKING:
     from kvtool.core.retrieval.finder import Finder
     from kvtool.core.session.session import Session
 
+    Search = Retrieved | KvtoolError
+
 
 class Batch:
     def __init__(self, run: Run, session: Session, options: QueryOptions, modes: list[str] | None) -> None:
         self._run, self._session, self._options, self._modes = run, session, options, modes
         self._numbers: dict[str, list[Row]] = {}  # by mode, one row a question
-        self._failed = 0
+        self._reads = run.out.on_terminal  # else a program does
+        self._audits = modes is None and options.audit > 0
         self._auditor: Auditor | None = None
-        self._audited = 0
+        self._failed = self._audited = 0
 
-    def run(self, requests: list[Request]) -> int | None:
+    def run(self, requests: Sequence[Request], searches: Sequence[Search]) -> int | None:
+        """Answer the questions. `searches`: of the first ones, from before the model was loaded."""
         with self._run.out.progress("questions", total=len(requests), unit="questions") as bar:
-            for number, request in enumerate(requests, 1):
+            for number, (request, search) in enumerate(zip_longest(requests, searches), 1):
                 if self._reads:
                     self._run.out.prose(f"{request.id or number}. {request.question}")
-                self._one(request)
+                self._one(request, search)
                 bar.advance()
         rows = [summarise(mode, of) for mode, of in self._numbers.items()]
         head: dict[str, Any] = {"type": "summary", "count": len(requests) - self._failed, "failed": self._failed}
@@ -82,10 +88,10 @@ class Batch:
             return EXIT_FAILED
         return EXIT_PARTIAL if self._failed else None
 
-    def _one(self, request: Request) -> None:
+    def _one(self, request: Request, search: Search | None) -> None:
         known = {"id": request.id} if request.id is not None else {}
         try:
-            replies = self._ask(request)
+            replies = self._ask(request, search)
         except GateError:  # the next question would meet it, too
             raise
         except KvtoolError as error:
@@ -104,14 +110,8 @@ class Batch:
             self._run.out.json({**known, "question": request.question, "reference": REFERENCE, "runs": runs})
         else:
             self._run.out.json(known | replies[0].to_json())
-        if self._modes is None:
+        if self._audits:
             self._audit(replies[0])
-
-    # ---- on a terminal ----
-
-    @property
-    def _reads(self) -> bool:
-        return self._run.out.on_terminal
 
     def _tell(self, replies: list[Reply]) -> None:
         if self._modes is not None:
@@ -132,30 +132,24 @@ class Batch:
         if rows:
             self._run.out.table(head, cells)
 
-    # ---- audits ----
-
-    @property
-    def _audits(self) -> bool:
-        return self._modes is None and self._options.audit > 0
-
     def _audit(self, reply: Reply) -> None:
         """Answer in full, too, where this question is drawn: the printed line is final."""
-        if not self._audits:
-            return
         from kvtool.core.query.audit import Auditor
 
         self._auditor = self._auditor or Auditor(self._session)
         if self._auditor.is_due(reply, self._options.audit):
             self._audited += self._auditor.audit(reply, self._options) is not None
 
-    def _ask(self, request: Request) -> list[Reply]:
+    def _ask(self, request: Request, search: Search | None) -> list[Reply]:
+        if isinstance(search, KvtoolError):
+            raise search
         if self._modes is None:
             from kvtool.core.query.answer import answer
 
-            return [answer(self._session, request, self._options)]
+            return [answer(self._session, request, self._options, retrieved=search)]
         from kvtool.core.query.audit import compare
 
-        return compare(self._session, request, self._options, self._modes)
+        return compare(self._session, request, self._options, self._modes, search)
 
 
 app = new_app()
@@ -202,54 +196,52 @@ def query(
     if question is None and flags.batch is None and is_piped:
         question = _piped(run)
     requests = _requests(question, flags.batch, run.get(ChunkChoice))
-    profile = _timeline_file()
     if modes is not None:
         options.check_comparable()
-    is_plain = run.get(KeepOptions).server and flags.batch is None and modes is None and profile is None
+    is_plain = run.get(KeepOptions).server and flags.batch is None and modes is None
+    is_plain = is_plain and not os.environ.get(TIMELINE)
     check_kept(run, is_plain)
     if is_plain and answered_beside(run, requests[0]):
         return None
     if flags.batch is None and modes is None:
         # One answer leaves too little garbage to look at all that is imported and loaded for it: 0.6 s of a processor.
         gc.disable()  # until the end of the process, which comes then; see cli/app.py
-    with open_any_store(run) as store, _timed(profile) as timeline:
+    with _timed() as timeline, open_any_store(run) as store:
         from kvtool.core.retrieval.finder import Finder
         from kvtool.core.session.identity import store_identity
 
-        finder = Finder(store, functools.cache(run.out.warning))  # each warning once, though chunks are found twice
-        is_found = _is_any_found(finder, requests, options, alone=flags.batch is None)
-        if is_found:
-            options.check_of(store_identity(store), modes or ())  # before the model is loaded
-        session = _session(run, store, timeline) if is_found else new_session(run, store)
-        session.finder = finder
+        finder = Finder(store, run.out.warning)
+        searches = [*_search_until_found(store, finder, requests, options, timeline)]
+        retrieved = searches[-1]
+        if isinstance(retrieved, KvtoolError):
+            if flags.batch is None:
+                raise retrieved
+            from kvtool.core.session.session import Session  # of torch
+
+            return Batch(run, Session.open(store), options, modes).run(requests, searches)
+        options.check_of(store_identity(store), modes or ())  # before the model is loaded
+        # Modes that are compared each load for themselves.
+        memory_cache = run.get(ServeOptions).memory_cache if flags.batch is not None and modes is None else None
+        session = _session(run, store, finder, timeline, memory_cache)
         if flags.batch is not None:
-            if modes is None and is_found:  # modes that are compared each load for themselves
-                session.cache_chunks(run.get(ServeOptions).memory_cache)
-            return Batch(run, session, options, modes).run(requests)
+            return Batch(run, session, options, modes).run(requests, searches)
         if modes is not None:
-            _compare(run, session, requests[0], options, modes)
+            _compare(run, session, requests[0], options, modes, retrieved)
         else:
-            _answer(run, session, requests[0], options)
+            _answer(run, session, requests[0], options, retrieved)
     return None
 
 
-def _timeline_file() -> Path | None:
-    named = os.environ.get(TIMELINE)
-    if not named:
-        return None
-    profile = Path(named).expanduser()
-    if profile.is_dir() or not profile.absolute().parent.is_dir():
-        raise UsageError(f"the timeline cannot be written to {named!r}", "name a file in a folder that exists")
-    return profile
-
-
 @contextmanager
-def _timed(profile: Path | None) -> Iterator[Timeline | None]:
-    if profile is None:
+def _timed() -> Iterator[Timeline | None]:
+    """Write a timeline of the block to the file that `KVTOOL_TIMELINE` names, if any."""
+    name = os.environ.get(TIMELINE)
+    if not name:
         yield None
         return
-    from kvtool.core.common.timeline import Timeline, add_span, process_started
-
+    path = Path(name).expanduser()
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UsageError(f"the timeline cannot be written to {name!r}", "name a file in a folder that exists")
     timeline = Timeline()
     if (began := process_started()) is not None:
         add_span(timeline, "start of the process", began)
@@ -257,9 +249,9 @@ def _timed(profile: Path | None) -> Iterator[Timeline | None]:
         yield timeline
     finally:
         try:
-            timeline.write(profile)
+            timeline.write(path)
         except OSError as error:
-            raise KvtoolError(f"the timeline {str(profile)!r} cannot be written: {error.strerror}") from error
+            raise KvtoolError(f"the timeline {str(path)!r} cannot be written: {error.strerror}") from error
 
 
 # ---- what was asked ----
@@ -311,31 +303,33 @@ def _from_stdin() -> str:
         raise UsageError("the question on stdin is not UTF-8", "convert it, such as with iconv") from error
 
 
-def _is_any_found(finder: Finder, requests: list[Request], options: QueryOptions, *, alone: bool) -> bool:
-    """True if any question finds a chunk, before the model loads. Raises KvtoolError for one asked `alone`."""
+def _search_until_found(
+    store: Store, finder: Finder, requests: Sequence[Request], options: QueryOptions, timeline: Timeline | None
+) -> Iterator[Search]:
+    """Search for each question before the model is loaded, up to the first that finds chunks."""
     for request in requests:
+        started = time.perf_counter()
         try:
-            options.find(finder, request)
-        except KvtoolError:
-            if alone:
-                raise
+            with store.view():
+                result, revision = options.find(finder, request), store.documents_revision()
+        except KvtoolError as error:
+            yield error
         else:
-            return True
-    return False
+            yield Retrieved(result, revision, add_span(timeline, "search", started) * 1e3)
+            return
 
 
-def _session(run: Run, store: Any, timeline: Timeline | None) -> Session:
-    from kvtool.core.common.timeline import add_span
-
+def _session(run: Run, store: Store, finder: Finder, timeline: Timeline | None, memory_cache: int | None) -> Session:
     started = time.perf_counter()
     with paused_collection():
         importlib.import_module("kvtool.core.query.answer")  # torch and transformers come with it
+        from kvtool.core.fusion.source import RecentChunks
     add_span(timeline, "import", started)
     started = time.perf_counter()
-    session = open_session(run, store)
-    session.say = run.out.status
+    recent_chunks = None if memory_cache is None else RecentChunks(memory_cache)
+    members = {"memory_cache": memory_cache, "recent_chunks": recent_chunks}
+    session = open_session(run, store, finder=finder, say=run.out.status, timeline=timeline, **members)
     add_span(timeline, "load model", started)
-    session.timeline = timeline
     loaded = session.decoder.loaded
     run.out.detail(
         f"{loaded.files.ref} on {loaded.device} in {loaded.arithmetic.dtype}, loaded in {loaded.load_ms:.0f} ms"
@@ -346,12 +340,12 @@ def _session(run: Run, store: Any, timeline: Timeline | None) -> Session:
 # ---- one question ----
 
 
-def _answer(run: Run, session: Session, request: Request, options: QueryOptions) -> None:
+def _answer(run: Run, session: Session, request: Request, options: QueryOptions, retrieved: Retrieved) -> None:
     from kvtool.core.query.answer import answer
 
     run.out.doing("answering")
     show = functools.partial(run.out.print, end="") if options.is_streamed(run.out.on_terminal) else None
-    reply = answer(session, request, options, on_text=show)
+    reply = answer(session, request, options, show, retrieved=retrieved)
     facts = reply.to_json()
     run.out.result(facts, human=lambda: end_answer(run.out, facts))
     show_numbers(run.out, facts, reply.generated.steps, reply.generated.stepper)
@@ -386,10 +380,12 @@ def audited(audit: Audit) -> str:
     )
 
 
-def _compare(run: Run, session: Session, request: Request, options: QueryOptions, modes: list[str]) -> None:
+def _compare(
+    run: Run, session: Session, request: Request, options: QueryOptions, modes: list[str], retrieved: Retrieved
+) -> None:
     from kvtool.core.query.audit import compare
 
-    replies = compare(session, request, options, modes)
+    replies = compare(session, request, options, modes, retrieved)
     for reply in replies:
         show_decision(run.out, reply.to_json())
     value = {"reference": REFERENCE, "runs": [reply.to_json() for reply in replies]}

@@ -65,7 +65,7 @@ def codec(context: ReportContext) -> ReportResult:
     journal = Journal(context.get(ResumeOptions).resume, facts, "kvtool inspect codec")
     asked = requests[: batch.limit]
     answer_open(asked, list(wanted), journal, context.events, lambda: codec_rows(session, wanted, options), strict=True)
-    resolved = {"model": identity.model, "device": session.decoder.device, "dtype": session.arithmetic.dtype}
+    resolved = {"model": identity.model, "device": session.decoder.device, "dtype": session.model.arithmetic.dtype}
     value = {"resolved": resolved} | codec_overview(journal.rows, list(wanted))
     return ReportResult("Codec levels", value, [*_summary(value)], codec_sections(value))
 

@@ -36,7 +36,7 @@ def plan(context: ReportContext) -> ReportResult:
     identity = session.identity
     identity.check_movable("inspect plan")
     asked = lay_out(session, request, options)
-    speeds = recalled(session.store, identity.fingerprint, device, session.arithmetic.dtype, session.layers)
+    speeds = recalled(session.store, identity.fingerprint, device, session.model.arithmetic.dtype, session.layers)
     value = {"question": request.question, "resolved": {"model": identity.model, "device": device}}
     value |= plan_facts(session, asked, options, speeds)
     return ReportResult("Plan", value, [*_summary(value)], _sections(value))

@@ -55,7 +55,7 @@ class ReportContext:
         from kvtool.core.session.session import Session
 
         self.events.status(f"loading the model {self.identity.model}")
-        return Session(self.store, self.get(ModelOptions), warn=self.events.warn)
+        return Session.open(self.store, self.get(ModelOptions), warn=self.events.warn)
 
     def question(self, report: str) -> Request:
         if self.about is None:

@@ -177,7 +177,7 @@ def lay_out_exactly(session: Session, requests: Sequence[Request], options: Quer
         source, level = ExactSource(source), EXACT
         prompts = [_computed(session, asked, source) for asked in prompts]
     identity = session.identity
-    resolved = {"model": identity.model, "dtype": session.arithmetic.dtype, "lead_in": identity.lead_in.mode}
+    resolved = {"model": identity.model, "dtype": session.model.arithmetic.dtype, "lead_in": identity.lead_in.mode}
     return PromptSet(prompts, source, {"question": requests[0].question, "resolved": resolved, "level": level})
 
 

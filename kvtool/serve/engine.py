@@ -96,9 +96,8 @@ class Engine:
         self.place, self.model = place, model
         self._warn = warn
 
-        def learn(session: Session) -> None:
-            if options.learn:
-                session.learn(options.learn_budget, owners)
+        def learn(session: Session) -> Session:
+            return session.with_learning(options.learn_budget, owners) if options.learn else session
 
         self._loaded = LoadedModel(place, model, options.memory_cache, self._warned, learn)
         self.conversations = ConversationCache(options.keep_conversations)

@@ -49,11 +49,12 @@ _ENDED = "the server has ended"
 class LoadedModel:
     """A store's session, with its model in memory. One thread at a time may ask for the session.
 
-    `learn`: lets each session that is opened learn passages. `spare`: a loaded model for a store that is not open yet.
+    `learn`: adds learned passages to each session that is opened. `spare`: a loaded model for a store that is not open
+    yet.
     """
 
     def __init__(
-        self, place: Path | str, model: ModelOptions, memory_cache: int, warn: Warn, learn: Callable[[Session], None]
+        self, place: Path | str, model: ModelOptions, memory_cache: int, warn: Warn, learn: Callable[[Session], Session]
     ) -> None:
         self.place = place
         self._model, self._memory_cache, self._warn, self._learn = model, memory_cache, warn, learn
@@ -98,11 +99,12 @@ class LoadedModel:
                 or str(decoder.kv_dtype).removeprefix("torch.") != identity.dtype
             ):
                 decoder = None  # it is not the store's
-            session = Session(store, self._model, decoder=decoder, warn=self._warn)
-            session.cache_chunks(self._memory_cache)
-            session.recent_chunks = None  # cached chunks are faster, but must not change the search
+            session = Session.open(
+                store, self._model, decoder=decoder, warn=self._warn, memory_cache=self._memory_cache
+            )
+            _ = session.decoder
             try:
-                self._learn(session)
+                session = self._learn(session)
             except KvtoolError as error:
                 if is_start:
                     raise

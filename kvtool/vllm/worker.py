@@ -90,7 +90,7 @@ class Feeder:
             store = opened.enter_context(Store.open(self._path))
             kv_dtype = getattr(torch, store_identity(store).dtype)
             decoder = VllmDecoder(self.model, dtype, kv_dtype, self._context, self.ranks, self._blocks)
-            self._session = Session(store, decoder=decoder, warn=self._warn)
+            self._session = Session.open(store, decoder=decoder, warn=self._warn)
             opened.pop_all()
         return self._session
 

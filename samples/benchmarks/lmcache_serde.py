@@ -60,9 +60,9 @@ def main() -> None:
     parser.add_argument("--scored", type=int, default=128)
     given = parser.parse_args()
     with Store.open(given.store) as store:
-        session = Session(store)
+        session = Session.open(store)
         profile, tokenizer = session.profiles.current(), session.tokenizer
-        loaded = load_model(session.files, dtype="bfloat16", arithmetic="float32")
+        loaded = load_model(session.model.files, dtype="bfloat16", arithmetic="float32")
     assert profile is not None
     torch.set_grad_enabled(False)
     prompts = []

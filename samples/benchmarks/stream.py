@@ -105,8 +105,8 @@ def context_of(given: argparse.Namespace) -> Context:
 
 def measured(store: Store, device: str) -> PassSpeed | None:
     """Return how fast this machine computes the store's model, if that was measured once."""
-    session, device = Session(store, ModelOptions(device=device)), resolve_device(device)
-    known = recalled(store, session.identity.fingerprint, device, session.arithmetic.dtype, layers=1)
+    session, device = Session.open(store, ModelOptions(device=device)), resolve_device(device)
+    known = recalled(store, session.identity.fingerprint, device, session.model.arithmetic.dtype, layers=1)
     return None if known is None else known.passes
 
 

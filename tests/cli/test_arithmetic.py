@@ -49,12 +49,12 @@ def asked(store: Path, *more: object) -> dict[str, Any]:
 
 
 def test_it_is_read_in_float32(elsewhere: Path) -> None:
-    session = Session(Store.open(elsewhere), ModelOptions())
+    session = Session.open(Store.open(elsewhere), ModelOptions())
     assert session.identity.dtype == "bfloat16"
-    assert session.arithmetic == ("float32", "cpu")  # before the model is loaded
+    assert session.model.arithmetic == ("float32", "cpu")  # before the model is loaded
     decoder = session.decoder
     assert (decoder.dtype, decoder.kv_dtype) == (torch.float32, torch.bfloat16)
-    assert session.arithmetic == ("float32", "cpu")
+    assert session.model.arithmetic == ("float32", "cpu")
     assert decoder.loaded.fingerprint == session.identity.fingerprint
     session.store.close()
 

@@ -11,6 +11,7 @@ import pytest
 
 from kvtool.cli import query
 from kvtool.core.checkpoint import load
+from kvtool.core.retrieval.finder import Finder
 from tests.cli.working import QUESTION, environment, kvtool, listing, write_batch
 
 NOTHING = "xyzzy plugh"
@@ -25,23 +26,19 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("given", "code", "said"),
     [
-        ((NOTHING,), 1, "no chunk matches"),
-        ((QUESTION, "--chunks", "deadbeef"), 2, "'deadbeef' is not in the store"),
-        ((QUESTION, "--documents", "none.md"), 2, "'none.md' is not in the store"),
-        ((QUESTION, "--set", "search.source=zz*"), 2, "no document matches"),
-        ((QUESTION, "--retriever", "dense"), 2, "embedding model"),
-        ((NOTHING, "--compare", "reuse,union"), 1, "no chunk matches"),
+        (("query", NOTHING), 1, "no chunk matches"),
+        (("query", QUESTION, "--chunks", "deadbeef"), 2, "'deadbeef' is not in the store"),
+        (("query", QUESTION, "--documents", "none.md"), 2, "'none.md' is not in the store"),
+        (("query", QUESTION, "--set", "search.source=zz*"), 2, "no document matches"),
+        (("query", QUESTION, "--retriever", "dense"), 2, "embedding model"),
+        (("query", NOTHING, "--compare", "reuse,union"), 1, "no chunk matches"),
+        (("inspect", "sparsity", NOTHING), 1, "no chunk matches"),
+        (("inspect", "deviation", NOTHING), 1, "no chunk matches"),
     ],
     ids=str,
 )
 def test_what_cannot_be_found(given: tuple[str, ...], code: int, said: str, store: Path) -> None:
-    kvtool("query", *given, "--store", store).failed(code, said)
-
-
-@pytest.mark.usefixtures("no_model")
-@pytest.mark.parametrize("report", ["sparsity", "deviation"])
-def test_what_a_report_cannot_find(report: str, store: Path) -> None:
-    kvtool("inspect", report, NOTHING, "--store", store).failed(1, "no chunk matches")
+    kvtool(*given, "--store", store).failed(code, said)
 
 
 @pytest.mark.parametrize(
@@ -73,10 +70,18 @@ def test_an_empty_store(store: Path) -> None:
 def test_a_batch_that_nothing_is_found_for(store: Path, tmp_path: Path) -> None:
     batch = write_batch(tmp_path / "batch.jsonl", *({"id": n, "question": NOTHING} for n in range(2)))
     done = kvtool("query", "--batch", batch, "--store", store)
-    rows = done.lines
     assert done.code == 1
-    assert [row["error"]["message"] for row in rows[:2]] == ["no chunk matches the question"] * 2
-    assert rows[2] == {"schema": 1, "type": "summary", "count": 0, "failed": 2}
+    assert [row["error"]["message"] for row in done.lines[:2]] == ["no chunk matches the question"] * 2
+    assert done.lines[2] == {"schema": 1, "type": "summary", "count": 0, "failed": 2}
+
+
+def test_each_question_is_searched_for_once(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    searches, find = list[str](), Finder.find
+    monkeypatch.setattr(Finder, "find", lambda *given, **how: (searches.append(given[1]), find(*given, **how))[1])
+    batch = write_batch(tmp_path / "batch.jsonl", *({"question": text} for text in (NOTHING, QUESTION)))
+    for asked in (("--batch", batch), (QUESTION, "--compare", "reuse,union"), (QUESTION,)):
+        kvtool("query", *asked, "--max-tokens", 2, "--store", store)
+    assert searches == [NOTHING, *[QUESTION] * 3]
 
 
 def test_an_interrupted_question(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,5 +89,4 @@ def test_an_interrupted_question(store: Path, monkeypatch: pytest.MonkeyPatch) -
         raise KeyboardInterrupt
 
     monkeypatch.setattr(query, "_session", interrupt)
-    done = kvtool("query", QUESTION, "--store", store).failed(130, "the store is unchanged")
-    assert "committed" not in done.err
+    assert "committed" not in kvtool("query", QUESTION, "--store", store).failed(130, "the store is unchanged").err

@@ -261,8 +261,7 @@ def test_a_session_lets_go_of_foreign_records_that_it_holds(scene: Scene, tmp_pa
     bring(scene, "import", store=new)
     honest, options = scene.ask("--fusion", "reuse"), QueryOptions(max_tokens=8, fusion="reuse", force=True)
     with Store.open(new) as store:
-        session = Session(store)
-        session.cache_chunks(2**24)
+        session = Session.open(store, memory_cache=2**24)
         answer(session, question, options)
         scene.ingest(store=new)
         assert answer(session, question, options).answer == honest["answer"]
@@ -274,7 +273,7 @@ def test_a_conversation_takes_no_false_text_for_an_own_chunk(scene: Scene, tmp_p
     claim(scene, path, FALSE + " ")
     bring(scene, "import")
     with Store.open(scene.mine) as store:
-        talk = Conversation.over(Session(store), QueryOptions(max_tokens=2, force=True))
+        talk = Conversation.over(Session.open(store), QueryOptions(max_tokens=2, force=True))
         talk.ask(Request("Who?", documents=(path,)))
         reply = talk.ask(Request("Who?", documents=(str(scene.own),)))
     assert [(chunk.status, TRUE in chunk.text) for chunk in reply.chunks] == [("hit", True)]
@@ -285,7 +284,7 @@ def test_a_conversation_reads_an_own_chunk_in_place_of_a_foreign_one(scene: Scen
     bring(scene, "import", store=new)
     with Store.open(new) as store:
         said: list[str] = []
-        session = Session(store, warn=lambda text, hint: said.append(text))
+        session = Session.open(store, warn=lambda text, hint: said.append(text))
         talk = Conversation.over(session, QueryOptions(max_tokens=2, force=True))
         talk.ask(question)
         assert talk.ask(question).chunks == []  # it is in the prompt
@@ -667,7 +666,7 @@ def test_document_is_unpacked_once(tmp_path: Path, tiny: Path, monkeypatch: pyte
     kvtool("ingest", corpus, "--store", tmp_path / "store", "--model", tiny, *CHUNKS, *PREFIX).fine()
     read = calls_of(monkeypatch, Store, "document")
     with Store.open(tmp_path / "store") as store:
-        session = Session(store)
+        session = Session.open(store)
         session.finder.index  # noqa: B018
         read.clear()
         asked = lay_out(session, Request("Who built the first mill?"), QueryOptions(max_tokens=2))

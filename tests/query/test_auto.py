@@ -213,8 +213,7 @@ def test_chunks_that_are_held_are_not_counted_as_read(path: Path, watch: Stopwat
     request = Request("mill", documents=("mill2.md",))
     auto, reuse = QueryOptions(fusion="auto", max_tokens=2), QueryOptions(fusion="reuse", max_tokens=2)
     with Store.open(path) as store:
-        session = Session.open(store)
-        session.cache_chunks(10**9)
+        session = Session.open(store, memory_cache=10**9)
         modes = [answer(session, request, options).fusion for options in (auto, reuse, auto)]
         assert modes == ["full", "reuse", "union"]
 

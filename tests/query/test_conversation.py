@@ -179,10 +179,10 @@ def test_what_stands_is_made_anew_of_another_instruction_or_other_records(
 ) -> None:
     compress(store, CompressOptions(levels=("4",), fit_prompts=1, questions=0))
     options = QueryOptions(level="4", fusion="reuse", **ASKING)
-    with package.open(store) as cache:
+    told = list[str]()
+    with package.open(store, warn=lambda text, hint: told.append(text)) as cache:
         session = cache._opened()
-        talk, told = Conversation.over(session, options, by_text=True), list[str]()
-        session.warn = lambda text, hint: told.append(text)
+        talk = Conversation.over(session, options, by_text=True)
         first = talk.ask(FIRST)
         change(store)
         second = talk.ask(SECOND)
@@ -204,10 +204,9 @@ def test_new_documents_leave_what_stands(store: Path, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_gone_through_anew_starts_over(store: Path) -> None:
-    with package.open(store) as cache:
-        session = cache._opened()
-        talk, told = Conversation.over(session, QueryOptions(**ASKING)), list[str]()
-        session.warn = lambda text, hint: told.append(text)
+    told = list[str]()
+    with package.open(store, warn=lambda text, hint: told.append(text)) as cache:
+        talk = Conversation.over(cache._opened(), QueryOptions(**ASKING))
         chunks = [chunk.id for chunk in talk.ask(Request(FIRST, documents=("mill2.md",))).chunks]
         with Store.open(store) as opened, opened.writer() as writer:
             (path,) = [entry.path for entry in opened.files() if entry.path.endswith("mill2.md")]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvtool.core.fusion.selectors import SELECTORS
+from kvtool.core.fusion.source import RecentChunks
 from kvtool.core.query.answer import answer
 from kvtool.core.query.iterative import confidence, judge
 from kvtool.core.query.options import QueryOptions
@@ -208,7 +209,7 @@ def test_of_equal_scores_the_warm_one_comes_first(session: Session) -> None:
     scores = [hit.score for hit in everything]
     tied = next(number for number in range(1, len(scores)) if scores[number] == scores[number - 1])
     better, worse = everything[tied - 1].passage.chunk_id, everything[tied].passage.chunk_id
-    session.cache_chunks(10**9)
+    session = replace(session, recent_chunks=RecentChunks(10**9))
     answer(session, Request("mill", chunks=(worse.hex(),)), QueryOptions(max_tokens=1))
     found = hits(tied)
     assert found[-1].passage.chunk_id == worse  # it takes the last wanted rank from the other

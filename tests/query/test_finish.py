@@ -117,7 +117,7 @@ def test_an_answer_is_streamed_in_python(store: Path) -> None:
 
 def test_an_answer_limited_by_the_context_alone_reserves_no_more_than_it_may_need(store: Path) -> None:
     with Store.open(store) as opened:
-        session = Session(opened)
+        session = Session.open(opened)
         options = QueryOptions(max_tokens=10**9, clamp=True)
         begun = begin_answer(session, lay_out_request(session, Request(QUESTION), options), options)
         cache, length = begun.outcome.fused.cache, begun.outcome.fused.plan.length

@@ -110,7 +110,7 @@ def test_a_store_that_changes_in_the_middle_of_a_question(
 ) -> None:
     """After the prompt was laid out and before anything is read."""
     told: list[str] = []
-    session.warn = lambda text, hint: told.append(text)
+    session = replace(session, warn=lambda text, hint: told.append(text))
     options = replace(OPTIONS, fusion=mode)
     expected = answer(session, Request("Who built the third mill?"), options)
     lay_out = answering.lay_out_request
@@ -139,8 +139,7 @@ def test_a_level_that_was_made_anew_is_not_answered_from_memory(store: Path) -> 
     compressed(store, 1)
     options = replace(OPTIONS, level="4", fusion="reuse")
     with Store.open(store) as opened, Store.open(store) as other:
-        session = Session.open(opened)
-        session.cache_chunks(2**30)
+        session = Session.open(opened, memory_cache=2**30)
         before = answer(session, Request("third mill"), options)
         with other.writer() as writer:
             writer.drop_level(other.chunk_ids(), "4")

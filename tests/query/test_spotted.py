@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def test_rows_of_a_part_are_those_of_the_chunk(session: Session, messages: Messa
 
 def test_nothing_of_the_clients_is_stored_and_nothing_is_warned_of(session: Session, messages: Messages) -> None:
     told: list[str] = []
-    session.warn = lambda text, hint: told.append(text)  # type: ignore[method-assign]
+    session = replace(session, warn=lambda text, hint: told.append(text))
     before = session.store.chunk_ids()
     reply = answer(session, Request(QUESTION, messages=messages), QueryOptions(max_tokens=4))
     assert session.store.chunk_ids() == before

@@ -93,7 +93,7 @@ def test_only_questions_about_their_passage_are_taken(store: Path, monkeypatch: 
         "nobody at all",  # is not in the passage
     )
     with Store.open(store) as opened:
-        session = Session(opened, ModelOptions())
+        session = Session.open(opened, ModelOptions())
         made = [request for request in question_generation.generate_questions(session, 1) if request is not None]
     (request,) = made
     assert request.question == "Who built the mill by the river?"
@@ -106,7 +106,7 @@ def test_an_answer_that_was_cut_off_is_no_truth(store: Path, monkeypatch: pytest
     for ends, answers in ((True, ("the baker",)), (False, ())):
         says(monkeypatch, "Who built the mill by the river?", "the baker", ends=ends)
         with Store.open(store) as opened:
-            (request,) = question_generation.generate_questions(Session(opened, ModelOptions()), 1)
+            (request,) = question_generation.generate_questions(Session.open(opened, ModelOptions()), 1)
         assert request.answers == answers
 
 

@@ -263,9 +263,8 @@ def test_turns_that_will_not_stand_are_not_computed(
     ready: Path, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = tuple((f"What of mill {number % 8}?", "word " * 300) for number in range(30))
-    with kvtool.open(ready) as cache:
+    with kvtool.open(ready, warn=lambda text, hint: None) as cache:
         session = cache._opened()
-        session.warn = lambda text, hint: None
         talk = Conversation.over(session, SHORT, by_text=True)
         for question, said in long:
             _begun(session, talk, partial(talk.give, session, Request(question), said))

@@ -111,8 +111,7 @@ def learn_all(learner: Learner, session: Session) -> LearnedStore:
 @contextmanager
 def learning(store: Path, budget: int = 10**9, dtype: str = "auto") -> Iterator[tuple[Session, LearnedStore]]:
     with Store.open(store) as opened:
-        session = Session(opened, ModelOptions(dtype=dtype))
-        session.learn(budget)
+        session = Session.open(opened, ModelOptions(dtype=dtype)).with_learning(budget)
         assert session.learned is not None
         yield session, session.learned
         session.close()
@@ -319,10 +318,10 @@ def test_what_declines_to_learn(store: Path, tmp_path: Path, monkeypatch: pytest
     with pytest.raises(UsageError, match="--learn"):
         ServeOptions(learn=True, spot=False)
     with Store.open(store) as opened:
-        session = Session(opened)
-        session.identity = replace(session.identity, keeps_states=True)
+        session = Session.open(opened)
+        session.state.identity = replace(session.identity, keeps_states=True)
         with pytest.raises(UsageError, match="--learn needs chunks that can be moved"):
-            session.learn(10**9)
+            session.with_learning(10**9)
     (tmp_path / "file").touch()
     monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "file"))
     engine = Engine(store, ModelOptions(), lambda text, hint: None, ServeOptions(learn=True))
@@ -441,7 +440,7 @@ def test_a_store_that_replaces_another_is_answered_from_where_it_cannot_learn(
 
     with serving(store, learn=True) as served:
         asked(served, [ARNE])
-        monkeypatch.setattr(Session, "learn", full)
+        monkeypatch.setattr(Session, "with_learning", full)
         store.rename(tmp_path / "old")
         shutil.move(comets, store)
         assert "not learned: the disk is full" in str(asked(served, [])["kvtool"]["warnings"])

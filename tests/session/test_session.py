@@ -87,9 +87,9 @@ def test_a_prompt_is_laid_out_without_the_model(store: Path, monkeypatch: pytest
         loaded = Session.open(opened)
         expected = lay_out(loaded, Request(QUESTION), QueryOptions()).plan
         monkeypatch.setattr(load, "load_model", None)
-        session = Session(opened)
+        session = Session.open(opened)
         assert lay_out(session, Request(QUESTION), QueryOptions()).plan == expected
-        assert not session.is_loaded
+        assert not session.model.is_loaded
 
 
 def test_closing_lets_go_of_the_model_and_the_index_at_once(store: Path) -> None:

@@ -264,7 +264,7 @@ def compare_with(copy: Path, rows: list[dict[str, Any]], sessions: list[Any]) ->
     with Store.open(copy) as store:
         if not sessions:
             sessions.append(Session.open(store, ModelOptions(offline=True)))
-        session = Session(store, decoder=sessions[0].decoder)
+        session = Session.open(store, decoder=sessions[0].decoder)
         for row in rows:
             question, mode = asked = tuple(row["asked"])
             if asked not in expected:

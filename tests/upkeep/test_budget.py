@@ -200,7 +200,7 @@ def test_threads_that_read_go_on_while_the_budget_is_met(tmp_path: Path) -> None
 def test_a_store_at_its_budget_loads_no_model(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep_budget(store, "10kB")
     (tmp_path / "new.md").write_text("A mill that nobody has read of.", encoding="utf-8")
-    monkeypatch.setattr(Session, "__init__", lambda *_, **__: pytest.fail("a model is loaded"))
+    monkeypatch.setattr(Session, "open", lambda *_, **__: pytest.fail("a model is loaded"))
     kvtool("ingest", tmp_path / "new.md", "--store", store).failed(14, "over its budget", "kvtool store")
 
 

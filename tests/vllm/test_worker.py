@@ -143,7 +143,7 @@ def test_a_store_that_was_replaced_is_opened_anew(store: Path, feeder: Feeder, s
     with pytest.raises(KvtoolError, match="closed"):
         opened.store.revision()
     opened = feeder.session
-    opened.identity = replace(opened.identity, fingerprint="0" * 64)
+    opened.state.identity = replace(opened.identity, fingerprint="0" * 64)
     with Store.open(store) as same, same.writer() as writer:
         writer.remove_documents([same.sources()[-1]])
     with pytest.raises(ModelError, match="another model's now"):

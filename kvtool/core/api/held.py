@@ -172,7 +172,9 @@ class Held:
         if self._session is None:
             store = open_store(self.path, warn=self._warn)
             try:
-                self._session = Session.open(store, self._model, warn=self._warn)
+                session = Session.open(store, self._model, warn=self._warn)
+                _ = session.decoder
+                self._session = session
             except BaseException:
                 store.close()
                 raise

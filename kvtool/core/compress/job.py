@@ -48,7 +48,7 @@ def compress(
     with Store.open(path) as store, store.writer(options.lock_wait, options.max_size) as writer:
         needs_profile = options.profile is None and (AUTO in levels or bool(profiled(levels)))
         fits = options.fit or (needs_profile and not store.codec_state().get("profile"))
-        session = Session(store, options, gradients=fits, decoder=None if fits else decoder)
+        session = Session.open(store, options, gradients=fits, decoder=None if fits else decoder)
         report = _Job(session, writer, replace(options, fit=fits), events or Events()).run(levels)
     report.seconds = time.perf_counter() - started
     return report
@@ -149,7 +149,7 @@ class _Job:
         return [chunk for chunk in chunks if chunk not in foreign] or list(chunks)
 
     def _load(self) -> None:
-        if not self.session.is_loaded:
+        if not self.session.model.is_loaded:
             self.events.status(f"loading {self.options.model or self.identity.model}")
             _ = self.session.decoder
 

@@ -337,7 +337,7 @@ class _Job:
             decoder = None
         if decoder is None:
             events.status(f"loading {self.choices.files.ref}")
-        session = Session(store, self.options, identity=identity, decoder=decoder)
+        session = Session.open(store, self.options, identity=identity, decoder=decoder)
         self._model.decoder = session.decoder
         loaded = session.decoder.loaded
         if not self.options.engine:  # which has said what it computes with

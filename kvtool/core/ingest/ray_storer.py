@@ -209,7 +209,7 @@ class RemotePrefillWorker:
             torch.set_num_threads(self._threads)
         recipe = self._recipe
         with TemporaryDirectory(prefix="kvtool-") as folder, Store.create_or_open(Path(folder)) as store:
-            decoder = Session(store, recipe.wanted, identity=recipe.identity).decoder
+            decoder = Session.open(store, recipe.wanted, identity=recipe.identity).decoder
         profile = Profile.from_bytes(recipe.profile) if recipe.profile else None
         return decoder, lead_ins_of(recipe.identity, decoder), profile
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.cache.entries import ChunkSpec
-from kvtool.core.cache.writer import Writer
-from kvtool.core.codec.levels import RAW, exact
 from kvtool.core.common.timeline import add_span
-from kvtool.core.errors import DamagedError, KvtoolError
+from kvtool.core.errors import KvtoolError
 from kvtool.core.evaluate.measures import score
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.plan import Segment
@@ -28,13 +27,13 @@ from kvtool.core.query.iterative import Outcome, fuse_in_rounds
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.prompt import Marks, PromptLayout, lay_out_request, plan_marks
 from kvtool.core.query.recurrent import answer_chain, keep_prefix
-from kvtool.core.query.reply import OWN_TEXT, Reply, ReplyChunk, Request, Verified
+from kvtool.core.query.reply import OWN_TEXT, Reply, ReplyChunk, Request, Retrieved, Verified
 from kvtool.core.query.staleness import with_changes
-from kvtool.core.query.streaming import Streamed, is_context_free, stream_prompt
+from kvtool.core.query.streaming import Streamed, stream_prompt
 from kvtool.core.query.verify import Check, check
-from kvtool.core.records.encode import LeadIns, make
-from kvtool.core.records.read import read_chunk, stored_shape
-from kvtool.core.session.identity import StoreIdentity, lead_ins_of
+from kvtool.core.records.encode import LeadIns
+from kvtool.core.records.repair import repair_chunks
+from kvtool.core.session.identity import lead_ins_of
 
 if TYPE_CHECKING:
     from kvtool.core.fusion.plan import Plan
@@ -52,13 +51,14 @@ def answer(
     options: QueryOptions | None = None,
     on_text: OnText | None = None,
     again: bool = False,
+    retrieved: Retrieved | None = None,
 ) -> Reply:
     """Answer one request, from one revision of the store. One question is answered at a time, whichever thread asks.
     `again`: the question was just answered in another mode, and counts once in the store's totals. Raises GateError:
-    the gate refuses this model; KvtoolError: nothing was found; see also `lay_out`."""
+    the gate refuses this model; KvtoolError: nothing was found; see also `lay_out`, with `retrieved`."""
     options = options or QueryOptions()
     with session.lock, session.store.view():
-        begun = begin_answer(session, lay_out_request(session, request, options), options)
+        begun = begin_answer(session, lay_out_request(session, request, options, retrieved), options)
         started, (first, *more) = time.perf_counter(), begun.known
         said = generate(session.decoder, begun.outcome.fused.cache, first, begun.sampling, on_text, more)
         add_span(session.timeline, "generate", started, tokens=len(said.ids))
@@ -86,9 +86,6 @@ class PreparedAnswer:
     sampling: Sampling
     marks: Sequence[Marks] = ()
 
-    def reply(self, said: Generated, checked: Check | None = None) -> Reply:
-        return _reply(self, said, checked)
-
     @property
     def is_draft(self) -> bool:
         """A model that keeps states reuses a prompt's beginning only, and exactly: its answers need no check."""
@@ -115,6 +112,70 @@ class PreparedAnswer:
             keep_prefix(self.session, self.outcome.chained, self.options.state_cache_size, again)
         else:
             _keep(self.session, self.outcome.fused, self.streamed.holes, again, self.asked.learned)
+
+    def _timing(self, said: Generated) -> dict[str, float]:
+        asked, choice, streamed = self.asked, self.choice, self.streamed
+        decide_ms = choice.decide_ms if choice is not None else 0.0
+        return {
+            "retrieve": asked.retrieve_ms,
+            **asdict(self.outcome.fused.timing),
+            "ttft": asked.retrieve_ms + decide_ms + streamed.ms + self.fuse_ms,
+            "generate": said.milliseconds,
+            "model_load": self.session.decoder.loaded.load_ms,
+            "stream": streamed.ms,
+            **({"decide": choice.decide_ms, "profile": choice.profile_ms} if choice is not None else {}),
+        }
+
+    def reply(self, said: Generated, checked: Check | None = None) -> Reply:
+        session, asked, options, choice = self.session, self.asked, self.options, self.choice
+        if checked is not None:
+            draft = checked.draft  # which was timed
+            said = replace(said, milliseconds=draft.milliseconds, steps=draft.steps, stepper=draft.stepper)
+        fused, slo_ms, timing = self.outcome.fused, options.slo_ms, self._timing(said)
+        text = said.text.rstrip() if asked.request.prefill else said.text.strip()
+        started = time.perf_counter()
+        citations = None
+        if options.cite:
+            passages = [*self.chunks, *self.resident_chunks]
+            citations = cite(session, asked.request.question, passages, text, asked.request.search)
+            timing["cite"] = add_span(session.timeline, "cite", started) * 1e3
+        return Reply(
+            question=asked.request.question,
+            answer=text,
+            finish=said.finish,
+            fusion=str(options.fusion),
+            chunks=with_changes(session.store, self.chunks),
+            revision=asked.revision,
+            tokens=fused.tokens.to_json() | {"shifted": int(fused.shifted.rows.sum()), "generated": len(said.ids)},
+            timing_ms=timing,
+            bytes_read=fused.bytes_read + self.streamed.bytes_read,
+            controller={} if choice is None else choice.decision.to_json(),
+            stream=self.streamed.rows,
+            slo={} if slo_ms is None else {"slo_ms": slo_ms, "met": timing["ttft"] <= slo_ms},
+            generated=said,
+            fused=fused,
+            selector=self.selector,
+            segments=_segments(session, fused.plan) if options.token_ids else None,
+            explanations=explain(fused, session.tokenizer) if options.explain else [],
+            backends=explain_attention(session.decoder, fused) if options.explain else [],
+            resident_chunks=with_changes(session.store, self.resident_chunks),
+            scores=asdict(score(text, asked.request.answers)) if asked.request.answers else {},
+            rounds=self.outcome.rounds,
+            chunks_omitted=asked.cut,
+            corrections=asked.corrections,
+            chunks_remaining=len(asked.hits) - len(fused.plan.passages),
+            citations=citations,
+            verified=_verified(said, checked, timing) if options.verify else None,
+            resolved={
+                "device": session.decoder.device,
+                "dtype": session.decoder.loaded.arithmetic.dtype,
+                "store_dtype": session.identity.dtype,
+                "model": session.identity.model,
+                "stepper": said.stepper,
+                "forward": session.decoder.forward,
+                "weights": session.decoder.loaded.weights,
+            },
+        )
 
 
 def begin_answer(
@@ -268,7 +329,7 @@ def _keep(session: Session, fused: Fused, computed: Sequence[Segment], again: bo
     ]
     known = {segment.position for segment in holes}
     holes += [segment for segment in computed if segment.position not in known]
-    _fill_holes(session, [segment for segment in holes if segment.source.chunk_id not in learned])
+    _repair_holes(session, [segment for segment in holes if segment.source.chunk_id not in learned])
     if session.learned is not None and learned:
         session.learned.store.note_access([chunk_id for chunk_id in used if chunk_id in learned])
         lost = [one for one in holes if one.source.chunk_id in learned and not one.source.stored]
@@ -276,72 +337,6 @@ def _keep(session: Session, fused: Fused, computed: Sequence[Segment], again: bo
             session.warn(f"a learned passage was computed in place: {segment.reason}", "it is learned again")
         if lost:  # not those that are stored at another level than is asked for
             session.learned.forget({segment.source.chunk_id for segment in lost})
-
-
-def _timing(begun: PreparedAnswer, said: Generated) -> dict[str, float]:
-    asked, choice, streamed = begun.asked, begun.choice, begun.streamed
-    decide_ms = choice.decide_ms if choice is not None else 0.0
-    return {
-        "retrieve": asked.retrieve_ms,
-        **asdict(begun.outcome.fused.timing),
-        "ttft": asked.retrieve_ms + decide_ms + streamed.ms + begun.fuse_ms,
-        "generate": said.milliseconds,
-        "model_load": begun.session.decoder.loaded.load_ms,
-        "stream": streamed.ms,
-        **({"decide": choice.decide_ms, "profile": choice.profile_ms} if choice is not None else {}),
-    }
-
-
-def _reply(begun: PreparedAnswer, said: Generated, checked: Check | None) -> Reply:
-    session, asked, options, choice = begun.session, begun.asked, begun.options, begun.choice
-    if checked is not None:
-        draft = checked.draft  # which was timed
-        said = replace(said, milliseconds=draft.milliseconds, steps=draft.steps, stepper=draft.stepper)
-    fused, slo_ms, timing = begun.outcome.fused, options.slo_ms, _timing(begun, said)
-    text = said.text.rstrip() if asked.request.prefill else said.text.strip()
-    started = time.perf_counter()
-    citations = None
-    if options.cite:
-        passages = [*begun.chunks, *begun.resident_chunks]
-        citations = cite(session, asked.request.question, passages, text, asked.request.search)
-        timing["cite"] = add_span(session.timeline, "cite", started) * 1e3
-    return Reply(
-        question=asked.request.question,
-        answer=text,
-        finish=said.finish,
-        fusion=str(options.fusion),
-        chunks=with_changes(session.store, begun.chunks),
-        revision=asked.revision,
-        tokens=fused.tokens.to_json() | {"shifted": int(fused.shifted.rows.sum()), "generated": len(said.ids)},
-        timing_ms=timing,
-        bytes_read=fused.bytes_read + begun.streamed.bytes_read,
-        controller={} if choice is None else choice.decision.to_json(),
-        stream=begun.streamed.rows,
-        slo={} if slo_ms is None else {"slo_ms": slo_ms, "met": timing["ttft"] <= slo_ms},
-        generated=said,
-        fused=fused,
-        selector=begun.selector,
-        segments=_segments(session, fused.plan) if options.token_ids else None,
-        explanations=explain(fused, session.tokenizer) if options.explain else [],
-        backends=explain_attention(session.decoder, fused) if options.explain else [],
-        resident_chunks=with_changes(session.store, begun.resident_chunks),
-        scores=asdict(score(text, asked.request.answers)) if asked.request.answers else {},
-        rounds=begun.outcome.rounds,
-        chunks_omitted=asked.cut,
-        corrections=asked.corrections,
-        chunks_remaining=len(asked.hits) - len(fused.plan.passages),
-        citations=citations,
-        verified=_verified(said, checked, timing) if options.verify else None,
-        resolved={
-            "device": session.decoder.device,
-            "dtype": session.decoder.loaded.arithmetic.dtype,
-            "store_dtype": session.identity.dtype,
-            "model": session.identity.model,
-            "stepper": said.stepper,
-            "forward": session.decoder.forward,
-            "weights": session.decoder.loaded.weights,
-        },
-    )
 
 
 def _verified(said: Generated, checked: Check | None, timing: dict[str, float]) -> Verified:
@@ -360,74 +355,31 @@ def _segments(session: Session, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _fill_holes(session: Session, holes: Sequence[Segment]) -> None:
-    """Prefill holes after the store's lead-in and store them; when the store is locked, full or read-only, only warn. A
-    chunk of a `neighbour` store is left to the next ingest, which knows the chunk before it."""
-    found = [chunk for segment in holes if (chunk := _wanted(segment, session.identity)) is not None]
-    wanted = {chunk.chunk_id: chunk for chunk in found}  # a prompt may hold a chunk twice
-    stored: set[bytes] = set()
-    if wanted and not session.store.read_only and _store(session, [*wanted.values()]):
-        stored = {*wanted}
+def _repair_holes(session: Session, holes: Sequence[Segment]) -> None:
+    """Store what the store lacks of some segments; when it is locked, full or read-only, only warn. A chunk of a
+    `neighbour` store is left to the next ingest, which knows the chunk before it."""
+    store, decoder, identity = session.store, session.decoder, session.identity
+    specs = [identity.spec_of(one.source.chunk_id, one.ids) for one in holes if not one.source.stored]
+    chunks = {spec.chunk_id: spec for spec in specs if spec is not None}  # a prompt may hold a chunk twice
+    if store.read_only:
+        chunks = {}
+    lead_ins = cache(lambda: lead_ins_of(identity, decoder))
+
+    def lead_ins_for(chunk: ChunkSpec) -> LeadIns:
+        return LeadIns.nothing(decoder) if chunk.chunk_id == identity.prefix_id else lead_ins()
+
+    if chunks:
+        try:
+            repair_chunks(store, decoder, session.profiles, lead_ins_for, [*chunks.values()])
+        except KvtoolError as error:
+            session.warn(f"{len(chunks)} computed chunk(s) could not be stored: {error.message}", error.hint)
+            chunks = {}
+        else:
+            store.note_use([*chunks])
     for segment in holes:
-        chunk_id = segment.source.chunk_id  # an instruction of one's own has none
+        chunk_id = segment.source.chunk_id  # another instruction than the store's has none
         name = f"chunk {chunk_id.hex()[:12]}" if chunk_id else "the prompt's beginning"
-        hint = "it is stored now, for the next question" if chunk_id in stored else ""
+        hint = "it is stored now, for the next question" if chunk_id in chunks else ""
         if not hint and chunk_id and not segment.source.stored:
             hint = "an ingest of its document stores it"
         session.warn(f"{name} was computed in place: {segment.reason}", hint)
-
-
-def _store(session: Session, wanted: Sequence[ChunkSpec]) -> bool:
-    store, decoder, identity = session.store, session.decoder, session.identity
-    try:
-        with store.writer() as writer:
-            of_chunks: LeadIns | None = None  # computed once for all
-            for chunk in wanted:
-                if _clean(session, writer, chunk):
-                    continue  # only what was made of it was damaged
-                if chunk.chunk_id == identity.prefix_id:
-                    lead_ins = LeadIns.nothing(decoder)
-                else:
-                    lead_ins = of_chunks = of_chunks or lead_ins_of(identity, decoder)
-                (made,) = make(decoder, lead_ins, [chunk])
-                writer.put_chunk(made.chunk_id, made.info, made.level, made.layers)
-    except KvtoolError as error:
-        session.warn(f"{len(wanted)} computed chunk(s) could not be stored: {error.message}", error.hint)
-        return False
-    store.note_use([chunk.chunk_id for chunk in wanted])
-    return True
-
-
-def _clean(session: Session, writer: Writer, chunk: ChunkSpec) -> bool:
-    """Drop only what cannot be read of a chunk; return whether a level that loses nothing is left."""
-    store, layers = session.store, session.layers
-    wanted = chunk.info(layers)
-    try:
-        info = store.chunk_info(chunk.chunk_id)
-    except DamagedError:
-        info = None
-    if info is not None and (info.token_ids, info.lead_in, info.layers) != (chunk.ids, wanted.lead_in, layers):
-        writer.drop_chunks([chunk.chunk_id])  # another chunk's
-        return False
-    here = store.sizes_here(chunk.chunk_id)
-    sound = [level for level in here if _is_readable(session, chunk, level)]
-    for level in {*here, RAW} - {*sound}:  # raw: records that no row counts any longer
-        writer.drop_level([chunk.chunk_id], level)
-    return info is not None and bool(exact(sound))
-
-
-def _is_readable(session: Session, chunk: ChunkSpec, level: str) -> bool:
-    shapes = [stored_shape(shape, len(chunk.ids)) for shape in session.decoder.shapes]
-    try:
-        read_chunk(session.store, chunk.chunk_id, level, session.layers, session.profiles, shapes)
-    except DamagedError:
-        return False
-    return True
-
-
-def _wanted(segment: Segment, identity: StoreIdentity) -> ChunkSpec | None:
-    """Return the record to make; None: there is one all the same, or the chunk before it is needed."""
-    chunk_id = segment.source.chunk_id
-    if segment.source.stored or not is_context_free(segment, identity):
-        return None
-    return identity.wanted_prefix if chunk_id == identity.prefix_id else identity.wanted(segment.ids)

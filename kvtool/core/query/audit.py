@@ -23,7 +23,7 @@ from kvtool.core.model.decoder import out_of_memory_hint
 from kvtool.core.query.answer import answer, sampling_of
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.recurrent import answer_chain
-from kvtool.core.query.reply import Reply, Request
+from kvtool.core.query.reply import Reply, Request, Retrieved
 from kvtool.core.session.session import Session
 
 if TYPE_CHECKING:
@@ -142,23 +142,22 @@ def changes_of(selector: Selector) -> dict[str, Any]:
     }
 
 
-def compare(session: Session, request: Request, options: QueryOptions, modes: Sequence[str]) -> list[Reply]:
+def compare(
+    session: Session, request: Request, options: QueryOptions, modes: Sequence[str], retrieved: Retrieved | None = None
+) -> list[Reply]:
     """Answer in full and in each of `modes`, and measure each reply's KL in nats from the full one: `kl_first` of the
     first token, `kl_answer` the mean over the reference's own greedy answer, end token included. Retrieval counts in
     each TTFT. Raises UsageError: see `QueryOptions.check_comparable`."""
     options.check_comparable()
-    with session.lock:  # each answer as the model gives it, to its end
-        return _compare(session, request, replace(options, stop_repeats=False), modes)
-
-
-def _compare(session: Session, request: Request, options: QueryOptions, modes: Sequence[str]) -> list[Reply]:
-    full = answer(session, request, replace(options, fusion=REFERENCE))
-    reference = Reference.of(session.decoder, full.fused, full.generated)
-    full.comparison = SAME.to_json() | {"answer_equal": True}
-    replies = [full]
-    for mode in (mode for mode in dict.fromkeys(modes) if mode != REFERENCE):
-        reply = answer(session, request, replace(options, fusion=mode), again=len(replies) > 1)
-        distance = reference.force(reply.fused).distance
-        reply.comparison = distance.to_json() | {"answer_equal": reply.generated.ids == full.generated.ids}
-        replies.append(reply)
+    options = replace(options, stop_repeats=False)  # each answer as the model gives it, to its end
+    with session.lock:
+        full = answer(session, request, replace(options, fusion=REFERENCE), retrieved=retrieved)
+        reference = Reference.of(session.decoder, full.fused, full.generated)
+        full.comparison = SAME.to_json() | {"answer_equal": True}
+        replies = [full]
+        for mode in (mode for mode in dict.fromkeys(modes) if mode != REFERENCE):
+            reply = answer(session, request, replace(options, fusion=mode), None, len(replies) > 1, retrieved)
+            distance = reference.force(reply.fused).distance
+            reply.comparison = distance.to_json() | {"answer_equal": reply.generated.ids == full.generated.ids}
+            replies.append(reply)
     return replies

@@ -80,7 +80,7 @@ def chunks_of(asked: PromptLayout) -> dict[bytes, int]:
 
 
 def check_room(session: Session, tokens: int) -> None:
-    if session.is_loaded and tokens >= session.decoder.context:
+    if session.model.is_loaded and tokens >= session.decoder.context:
         raise ContextFullError(
             f"the conversation has {tokens} tokens, the model takes {session.decoder.context}",
             "start a new one, or shorten what was said in it",

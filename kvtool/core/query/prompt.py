@@ -7,6 +7,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvtool.core.cache.identity import ids_digest
@@ -26,7 +27,7 @@ from kvtool.core.model.prompt import (
 )
 from kvtool.core.model.tokens import encode
 from kvtool.core.query.options import ORDINARY, QueryOptions
-from kvtool.core.query.reply import OWN_TEXT, Request
+from kvtool.core.query.reply import OWN_TEXT, Request, Retrieved
 from kvtool.core.retrieval.passages import Found, Hit, Passage
 from kvtool.core.retrieval.spotting import Span, without_overlap
 from kvtool.core.session.identity import smallest_allowed
@@ -83,22 +84,30 @@ def lay_out(
     answered: bool = True,
     behind: CachedPrefix | None = None,
     must_find: bool = True,
+    retrieved: Retrieved | None = None,
 ) -> PromptLayout:
     """Find the chunks and plan the prompt; no KV is read yet. `exactly`: take no lossy level where there is an exact
-    one. `answered`: the answer must fit, too. `must_find`: without `behind`, something has to be found. Raises
-    UsageError (ContextFullError after a cached prefix): the prompt is too long; KvtoolError: nothing was found;
-    DamagedError: nothing of it is left."""
+    one. `answered`: the answer must fit, too. `must_find`: without `behind`, something has to be found.
+    `retrieved`: used unless the documents have changed since. Raises UsageError (ContextFullError after a cached
+    prefix): the prompt is too long; KvtoolError: nothing was found; DamagedError: nothing of it is left."""
     started = time.perf_counter()
     with session.lock, session.store.view():
         session.refresh()
         parts = parts_for(session, options)
         _check_characters(session, len(request.question))
         question = question_tokens(session.tokenizer, request.question, parts, request.prefill)
-        length = _Length(session, _least_answer(options, behind is None) if answered else 0, len(question), behind)
-        least = len(question) + len(parts.prefix if behind is None else behind.tokens.ids)
-        length.check(least)  # before anything is looked for
-        hits, again, found = _found(session, request, options, behind, must_find)
-        length.check(least + len(hits))  # before their tokens are read: each has some
+        check_length, more = partial(_check_length, session, len(question), behind), 0
+        if answered:
+            more = _least_answer(options, behind is None)
+        least = len(question) + len(parts.prefix if behind is None else behind.tokens.ids) + more
+        check_length(least)  # before anything is looked for
+        if retrieved is not None and retrieved.revision != session.store.documents_revision():
+            retrieved = None
+        found = retrieved.result if retrieved else _find(session, request, options, must_find and behind is None)
+        in_prompt = {} if behind is None else behind.chunks
+        again = [hit for hit in found.hits if hit.passage.chunk_id in in_prompt]
+        hits = [hit for hit in found.hits if hit.passage.chunk_id not in in_prompt]
+        check_length(least + len(hits))  # before their tokens are read: each has some
         candidates = [_candidate(session, hit, options.level, -1.0 if exactly else options.max_loss) for hit in hits]
         left = [(hit, chunk) for hit, chunk in zip(hits, candidates, strict=True) if chunk is not None]
         if hits and not left and behind is None:
@@ -109,8 +118,8 @@ def lay_out(
         else:
             plan = extend_plan(behind.tokens, chunks, question)
         revision = session.store.revision()
-    retrieve_ms = add_span(session.timeline, "retrieve", started) * 1e3
-    length.check(plan.length)
+    retrieve_ms = add_span(session.timeline, "retrieve", started) * 1e3 + (retrieved.milliseconds if retrieved else 0.0)
+    check_length(plan.length + more)
     return PromptLayout(request, [hit for hit, _ in left], plan, retrieve_ms, revision, behind, again, *found[1:])
 
 
@@ -120,53 +129,35 @@ def _least_answer(options: QueryOptions, is_first: bool) -> int:
     return options.max_tokens if not options.clamp else 1 if is_first else min(options.max_tokens, ORDINARY)
 
 
-@dataclass(frozen=True, slots=True)
-class _Length:
-    """The length of a prompt, checked against a loaded model's context. `more`: tokens of an answer that has to fit,
-    too."""
-
-    session: Session
-    more: int
-    asked: int
-    behind: CachedPrefix | None
-
-    def check(self, tokens: int) -> None:
-        """Refuse a prompt of so many tokens, or more; the hint is what would help."""
-        if not self.session.is_loaded:
-            return
-        decoder, tokens = self.session.decoder, tokens + self.more
-        hint = "lower --top-k or --max-tokens, or name fewer --documents"
-        if self.asked > decoder.context // 2:
-            hint = f"{self.asked} of them are the question's own: ask a shorter one, and ingest what it is about"
-        if self.behind is None:
-            decoder.check_length(tokens, hint)
-        elif tokens > decoder.context:
-            raise ContextFullError(
-                f"the conversation would have {tokens} tokens with this question, the model takes {decoder.context}",
-                f"start a new one, or {hint}",
-            )
+def _check_length(session: Session, question: int, behind: CachedPrefix | None, tokens: int) -> None:
+    """Refuse a prompt of at least so many tokens that is too long for a loaded model. `question`: tokens of its own."""
+    if not session.model.is_loaded:
+        return
+    decoder, hint = session.decoder, "lower --top-k or --max-tokens, or name fewer --documents"
+    if question > decoder.context // 2:
+        hint = f"{question} of them are the question's own: ask a shorter one, and ingest what it is about"
+    if behind is None:
+        decoder.check_length(tokens, hint)
+    elif tokens > decoder.context:
+        raise ContextFullError(
+            f"the conversation would have {tokens} tokens with this question, the model takes {decoder.context}",
+            f"start a new one, or {hint}",
+        )
 
 
 def _check_characters(session: Session, length: int) -> None:
-    if session.is_loaded and length > (most := _MOST_CHARACTERS * session.decoder.context):
+    if session.model.is_loaded and length > (most := _MOST_CHARACTERS * session.decoder.context):
         what = f"the question has {length:,} characters, and what the model takes has at most {most:,}"
         raise UsageError(what, "ask a shorter one, and ingest what it is about")
 
 
-def _found(
-    session: Session, request: Request, options: QueryOptions, behind: CachedPrefix | None, must_find: bool
-) -> tuple[list[Hit], list[Hit], Found]:
-    """Find the chunks for a request: those that are new, those in the cached prefix, and all of them.
-    After a cached prefix, a question that finds nothing is answered from that."""
+def _find(session: Session, request: Request, options: QueryOptions, must_find: bool) -> Found:
     try:
-        found = options.find(session.finder, request, session.recent_chunks)
+        return options.find(session.finder, request, session.recent_chunks)
     except NothingFoundError:
-        if behind is None and must_find:
+        if must_find:
             raise
-        found = Found([])
-    known: Mapping[bytes, int] = {} if behind is None else behind.chunks
-    again = [hit for hit in found.hits if hit.passage.chunk_id in known]
-    return [hit for hit in found.hits if hit.passage.chunk_id not in known], again, found
+        return Found([])
 
 
 def lay_out_at(session: Session, asked: PromptLayout, options: QueryOptions, level: str) -> PromptLayout:
@@ -312,10 +303,12 @@ def _why_not(level: str, stored: bool, max_loss: float) -> str:
 # ---- a client's own messages: passages are found by their token ids and reused where they are -----------------------
 
 
-def lay_out_request(session: Session, request: Request, options: QueryOptions) -> PromptLayout:
+def lay_out_request(
+    session: Session, request: Request, options: QueryOptions, retrieved: Retrieved | None = None
+) -> PromptLayout:
     """Plan a request's prompt around the passages in its messages; without any, find chunks. Raises as `lay_out`."""
     spotted = lay_out_messages(session, request, options)
-    return spotted or lay_out(session, replace(request, messages=()), options)
+    return spotted or lay_out(session, replace(request, messages=()), options, retrieved=retrieved)
 
 
 def lay_out_messages(session: Session, request: Request, options: QueryOptions) -> PromptLayout | None:
@@ -335,7 +328,7 @@ def lay_out_messages(session: Session, request: Request, options: QueryOptions) 
         if ids is None:
             return None
         ids += tuple(said_tokens(session.tokenizer, request.prefill))
-        if session.is_loaded:
+        if session.model.is_loaded:
             is_first = all(role != "assistant" for role, _ in request.messages)
             try:
                 least = _least_answer(options, is_first)
@@ -372,7 +365,7 @@ def _beginning(session: Session, request: Request) -> Sequence[int]:
     """Return the tokens of a request's messages, up to a loaded model's context. Answers are left out: one that quotes
     a passage does not show that the client retrieves."""
     text = "\n\n".join(content for role, content in request.messages if role != "assistant")
-    if not session.is_loaded:
+    if not session.model.is_loaded:
         return encode(session.tokenizer, text)
     most = session.decoder.context
     return encode(session.tokenizer, text[: _MOST_CHARACTERS * most])[:most]

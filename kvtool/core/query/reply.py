@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.core.common.json_text import parsed
 from kvtool.core.common.marks import Place
+from kvtool.core.errors import UsageError
 from kvtool.core.evaluate.measures import MEASURES, Row, means, medians
 from kvtool.core.fusion.selectors import AUTO
-from kvtool.core.retrieval.passages import Hit, place_and_text
+from kvtool.core.retrieval.passages import Found, Hit, place_and_text
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
@@ -49,6 +50,15 @@ class Request:
     messages: tuple[tuple[str, str], ...] = ()
     prefill: str = ""
     owner: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Retrieved:
+    """Chunks found for a request before its prompt is laid out, and the revision of the documents they are from."""
+
+    result: Found
+    revision: int
+    milliseconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,8 +317,6 @@ class Reply:
 
 def read_batch(path: Path) -> list[Request]:
     """Return the requests of a `--batch` file: one JSON object a line. Raises UsageError, which names the line."""
-    from kvtool.core.errors import UsageError
-
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")  # JSON may hold other line separators
     except (OSError, UnicodeDecodeError) as error:

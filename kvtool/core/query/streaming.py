@@ -29,7 +29,7 @@ from kvtool.core.fusion.plan import Plan, Segment, build_plan, with_stored_rows
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.source import ChunkCache, KVSource, ReadStats, held_on
 from kvtool.core.model.prefill import LeadIn, PrefillItem, PrefillStopped, prefill_chunks
-from kvtool.core.session.identity import NEIGHBOUR, MeasuredLosses
+from kvtool.core.session.identity import MeasuredLosses
 from kvtool.core.streaming.compute_fetch_overlap import OverlapPolicy
 from kvtool.core.streaming.fetch_state import Fetch, Ladder, Part, Policy, Rung, Task, make_estimator
 from kvtool.core.streaming.policy import DEPTH
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from kvtool.core.model.prefill import ChunkKV
     from kvtool.core.query.options import QueryOptions
     from kvtool.core.query.prompt import PromptLayout
-    from kvtool.core.session.identity import StoreIdentity
     from kvtool.core.session.session import Session
 
 
@@ -106,7 +105,7 @@ def _stream(
 def _alone(session: Session, plan: Plan, speeds: Speeds, number: int) -> float:
     """Return the seconds of computing a segment by itself; infinite where that is not possible."""
     segment = plan.segments[number]
-    if not is_context_free(segment, session.identity):
+    if session.identity.spec_of(segment.source.chunk_id, segment.ids) is None:
         return math.inf
     rows, before = len(segment.ids), len(session.identity.lead_in.ids)
     return _SLOWER * speeds.passes.seconds(rows, rows * before + rows * (rows + 1) / 2)
@@ -115,7 +114,7 @@ def _alone(session: Session, plan: Plan, speeds: Speeds, number: int) -> float:
 def compute_alone(session: Session, segment: Segment, going: Callable[[], bool]) -> ChunkKV | None:
     """Return a segment's KV after the store's lead-in, as ingest would store it: on the CPU the same bits. None: it
     needs the chunk before it, or `going` said to stop."""
-    if not is_context_free(segment, session.identity):
+    if session.identity.spec_of(segment.source.chunk_id, segment.ids) is None:
         return None
     is_prefix = segment.source.chunk_id == session.identity.prefix_id
     lead_in = LeadIn(session.decoder, ()) if is_prefix else session.lead_in
@@ -123,14 +122,6 @@ def compute_alone(session: Session, segment: Segment, going: Callable[[], bool])
         return prefill_chunks(session.decoder, lead_in, [PrefillItem(segment.ids)], going=going)[0]
     except PrefillStopped:
         return None
-
-
-def is_context_free(segment: Segment, identity: StoreIdentity) -> bool:
-    """Return True if the segment's id follows from its ids and the store's lead-in, whatever came before them."""
-    chunk_id = segment.source.chunk_id
-    if chunk_id == identity.prefix_id:
-        return True
-    return identity.lead_in.mode != NEIGHBOUR and chunk_id == identity.chunk_id(segment.ids)
 
 
 def _rows(log: Sequence[dict[str, Any]], segments: Sequence[Segment]) -> list[dict[str, Any]]:

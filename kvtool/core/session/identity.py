@@ -77,6 +77,13 @@ class StoreIdentity:
     def wanted(self, ids: Ids, before: Ids = ()) -> ChunkSpec:
         return ChunkSpec(self.chunk_id(ids, before), ids, before, self.lead_in.digest(before))
 
+    def spec_of(self, chunk_id: bytes, ids: Ids) -> ChunkSpec | None:
+        """Return the chunk of this id and these tokens; None: it needs the chunk before it, or is not the store's."""
+        if chunk_id == self.prefix_id:
+            return self.wanted_prefix
+        spec = self.wanted(ids)
+        return spec if self.lead_in.mode != NEIGHBOUR and spec.chunk_id == chunk_id else None
+
     @property
     def most_tokens(self) -> int:
         """Largest number of tokens of a chunk: the end of a sentence may exceed the size it was split by."""

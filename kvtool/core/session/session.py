@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from kvtool.core.cache.store import Store
 from kvtool.core.common.machine import Arithmetic, product_dtype, why_float32
@@ -39,161 +40,189 @@ if TYPE_CHECKING:
 _STORES_OWN = ModelOptions()
 
 
-class Session:
-    """A store with its model and what is measured and cached of it, each made at its first use; :meth:`refresh` follows
-    other writers. Threads may share a session: one that runs the model holds `lock`, since selectors hook into the
-    model. `identity`: of the store that is being made; None: the manifest's. `gradients`: the model is not packed for
-    speed. `timeline`: None: nothing is timed. `say`: reports that speeds are about to be measured, which takes seconds.
-    `recent_chunks`: None without :meth:`cache_chunks`. `learned`: None without :meth:`learn`."""
+class StoreModel:
+    """The model of a store; tokenizer and configuration are read without the weights. `decoder`: it is loaded already.
+    `gradients`: its weights are not packed for speed. Members raise ModelError and UsageError."""
 
     def __init__(
         self,
         store: Store,
-        wanted: ModelOptions = _STORES_OWN,
-        *,
-        identity: StoreIdentity | None = None,
-        gradients: bool = False,
+        identity: StoreIdentity,
+        options: ModelOptions,
+        warn: Warn,
         decoder: Decoder | None = None,
-        warn: Warn = warn_nobody,
+        gradients: bool = False,
     ) -> None:
-        self.store, self.identity = store, identity or store_identity(store)
-        self.warn, self.warn_once = warn, cache(warn)
-        self._wanted, self._gradients = wanted, gradients
-        self.lock = threading.RLock()
-        self.timeline: Timeline | None = None
-        self.say: Callable[[str], None] = lambda text: None
-        self.profiles = ProfileCache(store)
-        self.losses = MeasuredLosses(store)
-        self.recent_chunks: RecentChunks | None = None
-        self.learned: LearnedStore | None = None
-        self._conformance: ConformanceResult | None = None
-        self._revision = -1  # of the store, at the last refresh
-        if decoder is not None:
-            self.decoder = decoder
-
-    @classmethod
-    def open(cls, store: Store, wanted: ModelOptions = _STORES_OWN, *, warn: Warn = warn_nobody) -> Self:
-        """Open a session with its model loaded. Raises StoreNotFoundError: the store is empty; ModelError: the wanted
-        model is not the store's, or cannot be loaded."""
-        session = cls(store, wanted, warn=warn)
-        _ = session.decoder
-        return session
-
-    def refresh(self) -> None:
-        """Reload what other writers have changed. Raises ModelError: the store was made anew with another model;
-        StoreFormatError: the store was replaced by another one."""
-        revision = self.store.revision()
-        if revision == self._revision:
-            return
-        identity = store_identity(self.store)
-        if identity.fingerprint != self.identity.fingerprint:
-            raise ModelError(f"the store at {self.store.path} is another model's now", "open it again")
-        if identity != self.identity:
-            self.identity = identity
-            self.__dict__.pop("lead_in", None)
-            if self.learned is not None:
-                self.learned.identity = identity
-        self.losses = MeasuredLosses(self.store)
-        if isinstance(source := self.__dict__.get("source"), ChunkCache):
-            source.recheck()
-        self._revision = revision
+        self._store, self._identity, self._options, self._warn = store, identity, options, warn
+        self._decoder, self._gradients = decoder, gradients
 
     @cached_property
     def files(self) -> ModelFiles:
-        return model_files(self.identity, self._wanted, self.store.made_by())
+        return model_files(self._identity, self._options, self._store.made_by())
 
     @property
     def is_loaded(self) -> bool:
-        return "decoder" in self.__dict__
+        return self._decoder is not None
 
-    @cached_property
+    @property
     def decoder(self) -> Decoder:
         """Load the model at the first use. KV is stored in the store's number format. The model computes in the format
-        that this machine is fast in, unless the user names one. Raises ModelError."""
+        that this machine is fast in, unless the user names one."""
+        if self._decoder is None:
+            self._decoder = self._load()
+        return self._decoder
+
+    def _load(self) -> Decoder:
         import torch
 
         from kvtool.core.checkpoint.load import load_model, resolve_device
         from kvtool.core.model.decoder import Decoder
 
-        device, dtype, arithmetic = resolve_device(self._wanted.device), self.identity.dtype, self.arithmetic.dtype
+        device, dtype, arithmetic = resolve_device(self._options.device), self._identity.dtype, self.arithmetic.dtype
         if arithmetic != product_dtype(arithmetic, device):
-            self.warn(f"{why_float32(arithmetic)}, and float32 is many times as fast", "leave --dtype out")
+            self._warn(f"{why_float32(arithmetic)}, and float32 is many times as fast", "leave --dtype out")
         loaded = load_model(self.files, device=device, dtype=dtype, arithmetic=arithmetic, packed=not self._gradients)
         return Decoder(loaded, kv_dtype=getattr(torch, dtype))
 
     @property
     def arithmetic(self) -> Arithmetic:
-        """Arithmetic of the model on this machine, loaded or not. Raises ModelError, UsageError."""
-        if self.is_loaded:
-            return self.decoder.loaded.arithmetic
+        """Arithmetic of the model on this machine, loaded or not."""
+        if self._decoder is not None:
+            return self._decoder.loaded.arithmetic
         from kvtool.core.checkpoint.load import resolve_device, resolve_dtype
 
-        device = resolve_device(self._wanted.device)
-        return Arithmetic(resolve_dtype(self._wanted.dtype, device, self.files), device.partition(":")[0])
+        device = resolve_device(self._options.device)
+        return Arithmetic(resolve_dtype(self._options.dtype, device, self.files), device.partition(":")[0])
 
     @cached_property
     def tokenizer(self) -> Any:
         from kvtool.core.checkpoint.load import load_tokenizer
 
-        return self.decoder.loaded.tokenizer if self.is_loaded else load_tokenizer(self.files)
+        return load_tokenizer(self.files) if self._decoder is None else self._decoder.loaded.tokenizer
 
     @cached_property
     def layers(self) -> int:
         from kvtool.core.checkpoint.load import supported_config
         from kvtool.core.checkpoint.support import kept_layers
 
-        return self.decoder.stored_layers if self.is_loaded else kept_layers(supported_config(self.files))
+        return kept_layers(supported_config(self.files)) if self._decoder is None else self._decoder.stored_layers
+
+
+@dataclass(slots=True)
+class StoreState:
+    """What is read of a store, and changes with it; `revision`: of the store when it was read. `lead_in`,
+    `conformance`: None until they are computed."""
+
+    identity: StoreIdentity
+    losses: MeasuredLosses
+    revision: int = -1
+    lead_in: LeadIn | None = None
+    conformance: ConformanceResult | None = None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Session:
+    """A store with its model. Only `state` changes, by :meth:`refresh` and by measuring. Threads may share a session:
+    one that runs the model holds `lock`, since selectors hook into the model. `memory_cache`: bytes of loaded chunks
+    that stay in memory; None: none stay. `recent_chunks`: chunks that win ties of score; None: none do. `say`: reports
+    that speeds are about to be measured, which takes seconds. `timeline`: None: nothing is timed."""
+
+    store: Store
+    model: StoreModel
+    state: StoreState
+    finder: Finder
+    warn: Warn = warn_nobody
+    say: Callable[[str], None] = lambda text: None
+    timeline: Timeline | None = None
+    memory_cache: int | None = None
+    recent_chunks: RecentChunks | None = None
+    learned: LearnedStore | None = None
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+    @classmethod
+    def open(
+        cls,
+        store: Store,
+        options: ModelOptions = _STORES_OWN,
+        *,
+        identity: StoreIdentity | None = None,
+        decoder: Decoder | None = None,
+        gradients: bool = False,
+        warn: Warn = warn_nobody,
+        finder: Finder | None = None,
+        **members: Any,
+    ) -> Session:
+        """Open a session; its model is loaded at the first use, unless there is a `decoder`. `identity`: of a store
+        that is being made. `members`: as of the class. Raises StoreNotFoundError: the store is empty."""
+        identity = identity or store_identity(store)
+        model = StoreModel(store, identity, options, warn, decoder, gradients)
+        state, finder = StoreState(identity, MeasuredLosses(store)), finder or Finder(store, warn)
+        return cls(store=store, model=model, state=state, finder=finder, warn=warn, **members)
+
+    def refresh(self) -> None:
+        """Reload what other writers have changed. Raises ModelError: the store was made anew with another model;
+        StoreFormatError: the store was replaced by another one."""
+        state, revision = self.state, self.store.revision()
+        if revision == state.revision:
+            return
+        identity = store_identity(self.store)
+        if identity.fingerprint != state.identity.fingerprint:
+            raise ModelError(f"the store at {self.store.path} is another model's now", "open it again")
+        if identity != state.identity:
+            state.identity, state.lead_in = identity, None
+            if self.learned is not None:
+                self.learned.identity = identity
+        state.losses = MeasuredLosses(self.store)
+        if self.model.is_loaded and isinstance(self.source, ChunkCache):
+            self.source.recheck()
+        state.revision = revision
+
+    @property
+    def identity(self) -> StoreIdentity:
+        return self.state.identity
+
+    @property
+    def losses(self) -> MeasuredLosses:
+        return self.state.losses
 
     @property
     def parts(self) -> PromptParts:
         return PromptParts(self.identity.prefix, self.identity.answer_header)
 
-    @cached_property
+    @property
+    def decoder(self) -> Decoder:
+        return self.model.decoder
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.model.tokenizer
+
+    @property
+    def layers(self) -> int:
+        return self.model.layers
+
+    @property
     def lead_in(self) -> LeadIn:
         from kvtool.core.model.prefill import LeadIn
 
-        return LeadIn(self.decoder, self.identity.lead_in.ids)
-
-    def check_gate(self, chunk_ids: Sequence[bytes] = ()) -> bool:
-        """Run the conformance checks at a model's first use of the store, and compare those of `chunk_ids` that another
-        arithmetic has made with this one's own records. False: they could not be compared, so none of them can be read.
-        Raises GateError, with the measured numbers."""
-        if self._conformance is None:
-            is_known = not self.is_loaded or self.decoder.loaded.fingerprint
-            stored = stored_result(self.store, self.identity.fingerprint, self.arithmetic) if is_known else None
-            if stored is None:
-                from kvtool.core.session.gate import gate_store
-
-                stored = gate_store(self.store, self.decoder, self.identity)
-            self._conformance = stored
-        if self._conformance is None:
-            return False
-        own, makers = {None, self.arithmetic}, self.store.arithmetics(chunk_ids)
-        if not self.identity.keeps_states and not own.union(self._conformance.compared).issuperset(makers):
-            from kvtool.core.session.gate import cross_dtype_records
-
-            self._conformance = cross_dtype_records(
-                self.store, self.decoder, self.identity, self._conformance, chunk_ids
-            )
-        self._conformance.enforce()
-        return own.union(self._conformance.compared).issuperset(makers)
-
-    def check_prefix(self, segments: Sequence[Ids], found: StoredPrefix) -> None:
-        """Compare a prompt's stored prefix of another arithmetic with this one's own, at its first use. `segments`:
-        token ids of the prompt's segments, of which `found` are the checkpoints. Raises GateError."""
-        if self._conformance is not None:
-            from kvtool.core.session.gate import cross_dtype_prefix
-
-            self._conformance = cross_dtype_prefix(self.store, self.decoder, self._conformance, segments, found)
-            self._conformance.enforce()
+        if self.state.lead_in is None:
+            self.state.lead_in = LeadIn(self.decoder, self.identity.lead_in.ids)
+        return self.state.lead_in
 
     @cached_property
-    def finder(self) -> Finder:
-        return Finder(self.store, self.warn)
+    def warn_once(self) -> Warn:
+        return cache(self.warn)
+
+    @cached_property
+    def profiles(self) -> ProfileCache:
+        return ProfileCache(self.store)
 
     @cached_property
     def source(self) -> KVSource:
-        return StoreSource(self.store, self.decoder, self.profiles)
+        source = StoreSource(self.store, self.decoder, self.profiles)
+        if self.memory_cache is None:
+            return source
+        return ChunkCache(source, self.memory_cache, self.store.record_mark, held_on(self.decoder))
 
     @cached_property
     def speeds(self) -> SpeedBook:
@@ -201,30 +230,63 @@ class Session:
 
         return SpeedBook(self.store, self.decoder, self.identity.fingerprint, self.say)
 
-    def cache_chunks(self, limit: int) -> None:
-        """Cache loaded chunks in memory, up to `limit` bytes, and prefer them on ties of score."""
-        self.source = ChunkCache(self.source, limit, self.store.record_mark, held_on(self.decoder))
-        self.recent_chunks = RecentChunks(limit)
+    def holds(self, segment: Segment) -> bool:
+        """Return whether a segment's KV is in memory."""
+        if self.memory_cache is None:  # the source would load the model
+            return False
+        return isinstance(self.source, ChunkCache) and self.source.holds(segment, self.layers)
 
-    def learn(self, budget: int, owners: Collection[str] | None = None) -> None:
-        """Open the store of learned passages, of at most `budget` bytes, and keep those of `owners` (None: all)."""
+    def check_gate(self, chunk_ids: Sequence[bytes] = ()) -> bool:
+        """Run the conformance checks at a model's first use of the store, and compare those of `chunk_ids` that another
+        arithmetic has made with this one's own records. False: they could not be compared, so none of them can be read.
+        Raises GateError, with the measured numbers."""
+        state, arithmetic = self.state, self.model.arithmetic
+        if state.conformance is None:
+            is_known = not self.model.is_loaded or self.decoder.loaded.fingerprint
+            result = stored_result(self.store, self.identity.fingerprint, arithmetic) if is_known else None
+            if result is None:
+                from kvtool.core.session.gate import gate_store
+
+                result = gate_store(self.store, self.decoder, self.identity)
+            if result is None:
+                return False
+            state.conformance = result
+        own, makers = {None, arithmetic}, self.store.arithmetics(chunk_ids)
+        if not self.identity.keeps_states and not own.union(state.conformance.compared).issuperset(makers):
+            from kvtool.core.session.gate import cross_dtype_records
+
+            measured = state.conformance
+            state.conformance = cross_dtype_records(self.store, self.decoder, self.identity, measured, chunk_ids)
+        state.conformance.enforce()
+        return own.union(state.conformance.compared).issuperset(makers)
+
+    def check_prefix(self, segments: Sequence[Ids], found: StoredPrefix) -> None:
+        """Compare a prompt's stored prefix of another arithmetic with this one's own, at its first use. `segments`:
+        token ids of the prompt's segments, of which `found` are the checkpoints. Raises GateError."""
+        state = self.state
+        if state.conformance is not None:
+            from kvtool.core.session.gate import cross_dtype_prefix
+
+            state.conformance = cross_dtype_prefix(self.store, self.decoder, state.conformance, segments, found)
+            state.conformance.enforce()
+
+    def with_learning(self, budget: int, owners: Collection[str] | None = None) -> Session:
+        """Return a session that also reads learned passages, from a store of at most `budget` bytes; those of `owners`
+        (None: all) stay. Raises UsageError: the model keeps states; KvtoolError: there is no place for the store."""
         from kvtool.core.session.learned import LearnedStore
 
         self.identity.check_movable("--learn")
-        self.learned = LearnedStore(self.store.uuid, self.identity, self.decoder, budget, self.warn_once)
-        self.store.more = self.learned.store
+        learned = LearnedStore(self.store.uuid, self.identity, self.decoder, budget, self.warn_once)
+        self.store.more = learned.store
         try:
-            self.learned.trim(owners)
+            learned.trim(owners)
         except (KvtoolError, OSError) as error:  # questions can be answered, and the next passage makes room
-            hint = f"start again, or stop the store's servers and remove {self.learned.store.path}"
+            hint = f"start again, or stop the store's servers and remove {learned.store.path}"
             self.warn_once(f"the learned passages could not be trimmed: {error}", hint)
+        return replace(self, learned=learned)
 
     def close(self) -> None:
         if self.learned is not None:
             self.learned.close()
-        self.learned = self.store.more = None
+        self.store.more = None
         self.store.close()
-
-    def holds(self, segment: Segment) -> bool:
-        source = self.__dict__.get("source")  # a new source holds nothing, and would load the model
-        return isinstance(source, ChunkCache) and source.holds(segment, self.layers)

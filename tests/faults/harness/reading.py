@@ -125,7 +125,7 @@ def ask_all(store: Store, decoder: Any, facts: Facts) -> None:
     identity = facts.take({}, "identity", lambda: store_identity(store))
     if identity is None:
         return
-    session = Session(store, identity=identity, decoder=decoder, warn=lambda text, hint: warned.append(text))
+    session = Session.open(store, identity=identity, decoder=decoder, warn=lambda text, hint: warned.append(text))
     for number, question in enumerate(QUESTIONS):
         for how in ("bm25", "auto"):
             options = QueryOptions(retriever=how, max_tokens=2, top_k=3, offline=True)

@@ -171,8 +171,7 @@ def start_learning(half: Path, folder: Path) -> None:
 def learn(folder: Path, first: int, end: int, budget: int = 10**9) -> None:
     """Learn the passages that are not there yet, each a chunk of its own."""
     with patch.dict(os.environ, KVTOOL_CACHE=str(folder / "cache")), closing(Store.open(folder / "main")) as store:
-        session = Session(store, ModelOptions(offline=True))
-        session.learn(budget)
+        session = Session.open(store, ModelOptions(offline=True)).with_learning(budget)
         assert session.learned is not None
         for number in range(first, end):
             chunk = session.learned.wanted("all", tuple(range(10 * number, 10 * number + 120)))
