@@ -39,11 +39,11 @@ APART = ({"ingest", "compress", "query", "pack"}, {"codec", "model", "corpus", "
 # by lowering another by as much.
 LINES = {
     "agent": 657,
-    "api": 386,
+    "api": 388,
     "cache": 4779,
-    "checkpoint": 2300,
-    "cli": 5026,
-    "codec": 3685,
+    "checkpoint": 2224,
+    "cli": 5018,
+    "codec": 3453,
     "common": 1084,
     "compress": 1268,
     "corpus": 6540,
@@ -51,25 +51,25 @@ LINES = {
     "evaluate": 297,
     "fusion": 2943,
     "ingest": 2788,
-    "kernels": 4512,
+    "kernels": 4514,
     "model": 4938,
     "native": 1575,
     "options": 624,
     "pack": 609,
-    "query": 3596,
-    "records": 426,
+    "query": 3539,
+    "records": 489,
     "remote": 4927,
     "reports": 4022,
     "retrieval": 1996,
-    "serve": 5296,
-    "session": 1457,
+    "serve": 5297,
+    "session": 1526,
     "streaming": 707,
     "top": 246,
     "upkeep": 1305,
     "vllm": 1170,
 }
-PRODUCT_LINES = 69_285
-TEST_LINES = 64_355
+PRODUCT_LINES = 69_049
+TEST_LINES = 64_219
 
 
 def room_of(parts: tuple[str, ...]) -> str:
