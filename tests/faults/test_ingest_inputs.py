@@ -277,7 +277,6 @@ def test_a_tiny_map(fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """A full disk: the run ends with 14, what was committed stays, and with room the next run completes."""
     folder, path = write_corpus(tmp_path / "in", documents=60, paragraphs=3), tmp_path / "fresh"
     with monkeypatch.context() as patch:
-        patch.setenv("KVTOOL_MAP_START", str(2**17))
         patch.setenv("KVTOOL_MAP_LIMIT", str(4 * 2**20))
         fresh(folder).failed(14, "map limit")
     kept = len(listing(path))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtool.core.cache import layout, space, tables
-from kvtool.core.cache.environment import PAGE_BYTES, Environment, FileFullError
+from kvtool.core.cache.environment import PAGE_BYTES
 from kvtool.core.cache.tables import Row, RowKey, meta_row
 from kvtool.core.cache.transaction import Transaction
 from kvtool.core.cache.tree import check_data_file
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from kvtool.core.cache.reader import StoreReader
 
 _ROW_SLACK = 256  # key, node and its share of the tree
-_SLACK = 256 * 1024  # tree pages that a transaction rewrites
+_SLACK = 256 * 1024  # tree pages that a transaction rewrites, at most
+_TREE_BYTES = 16 * PAGE_BYTES  # those of a usual one, beyond what it frees
 _INDEX_SHARE = 6  # bytes of the retrieval index for a byte of a document as it is stored, both copies of a merge
 _OF_CHUNKS = (tables.CHUNKS, tables.LEVELS, tables.RECORDS)
 _LIGHT = (tables.META, tables.USED, tables.WARM, tables.ADDED, tables.ORIGINS)  # whose size does not matter
@@ -108,31 +109,21 @@ class Commits:
         return None if size is None else space.Budget(size)
 
     def _write_within(self, budget: space.Budget, apply: Apply, need: int, texts: int) -> None:
+        """Write what fits into free pages, or lets the file grow to the budget at most, less what the index will take.
+        How many of the free pages LMDB can use is known only afterwards: a batch may go over the budget by its size."""
         environment = self._store.environment
-        used, now = space.folder_bytes(self._store.path), environment.allocated_bytes()
+        used, allocated, free = (
+            space.folder_bytes(self._store.path),
+            environment.allocated_bytes(),
+            environment.free_bytes(),
+        )
         most = budget.size - (used - environment.file_bytes())
-        wanted = most - self._unindexed - _INDEX_SHARE * texts
-        if now + need + _SLACK <= wanted:
-            environment.write(apply, need + _SLACK)
-            return
-        refusal = budget.refuse(used, need, environment.free_bytes())
-        if now > most + _SLACK:  # removing, too, rewrites tree pages: what has just met the budget may go on
-            raise refusal
-        try:
-            with environment.limited(max(wanted, now)):
-                _write_limited(environment, apply, need)
-        except FileFullError as error:
-            raise refusal from error
-
-
-def _write_limited(environment: Environment, apply: Apply, need: int) -> None:
-    """Write, and once more after an empty transaction: pages freed by the last transaction are usable one later."""
-    try:
-        environment.write(apply, need + _SLACK)
-    except FileFullError:
-        if environment.free_bytes() < need:
-            raise
-        environment.write(_turn, _SLACK)
+        growth = max(0, need + _TREE_BYTES - free)
+        # Removing, too, rewrites tree pages: what has just met the budget may go on.
+        if allocated > most + _SLACK or (growth and allocated + growth > most - self._unindexed - _INDEX_SHARE * texts):
+            raise budget.refuse(used, need, free)
+        if allocated + need + _SLACK > most:
+            environment.write(_turn, _SLACK)  # pages that the last transaction freed are usable one later
         environment.write(apply, need + _SLACK)
 
 

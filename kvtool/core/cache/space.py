@@ -65,7 +65,7 @@ def check_file(folder: Path, size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Maximum bytes of the files in a store's folder; `given` for one command (`--max-size`)."""
+    """Maximum bytes of the files in a store's folder, kept to one batch; `given` for one command (`--max-size`)."""
 
     size: int
     given: bool = False
