@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kvtool.core.cache import writer
+from kvtool.core.cache import batch
 from kvtool.core.cache.integrity import verify
 from kvtool.core.cache.store import Store
+from kvtool.core.cache.writer import Writer
 from kvtool.core.compress import level_writer
 from tests.cli.working import QUESTION, SHORT, kvtool
 from tests.compress.making import (
@@ -34,8 +35,8 @@ def fitted_store(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def compress(words: list[str], kill_at: int) -> None:
     """Killed when so many commits are done and the next one begins; each level of each chunk is a commit."""
-    dying(writer.Writer, ("_commit", kill_at + 1, False))
-    writer.BATCH_SECONDS = -1.0
+    dying(Writer, ("commit", kill_at + 1, False))
+    batch.BATCH_SECONDS = -1.0
     level_writer._AT_ONCE = 2
     kvtool(*words).fine()
 

@@ -256,7 +256,7 @@ def test_pull(plain: Path, tmp_path: Path) -> None:
 
 def test_the_index_leaves_the_reserve_of_the_disk_alone(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Questions are answered all the same: the index is made again for each."""
-    monkeypatch.setattr(space, "_SMALL_FILE", 0)
+    monkeypatch.setattr(space, "SMALL_FILE", 0)
     shutil.rmtree(store / "index")
     (store / "index").mkdir()
     monkeypatch.setenv("KVTOOL_DISK_RESERVE", str(2**60))

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -130,30 +131,38 @@ class Environment:
 
     # ---- reading -------------------------------------------------------------------------------------------------
 
-    def read(self) -> View:
+    def read(self) -> Snapshot:
         """Begin a read transaction: ``with environment.read() as snapshot``. Raises Closed, DamagedError, KvtoolError:
         there are too many readers, or no address space."""
         for attempt in range(_ATTEMPTS):
             try:
-                if (view := self._begin()) is not None:
-                    return view
+                if (snapshot := self._begin()) is not None:
+                    return snapshot
             except lmdb.Error as error:
                 if attempt == _ATTEMPTS - 1 or not self._recover(error):
                     raise self._read_failure(error) from error
         raise DamagedError(f"{self.generation}: the meta page of the store is damaged", "run `kvtool store verify`")
 
-    def _begin(self) -> View | None:
+    def _begin(self) -> Snapshot | None:
         """Begin a read transaction; None: its meta page was just overwritten."""
-        view = View(self)
+        self.enter()
+        transaction = None
         try:
             self._check_length()
-            if view.begin(self._env, self._file, self._page_size):
-                return view
+            transaction = self._env.begin(buffers=True)
+            tree = self._file.tree(transaction.id(), self._page_size)
+            if tree is not None:
+                return Snapshot(tree, partial(self._end, transaction))
         except BaseException:
-            view.end()
+            self._end(transaction)
             raise
-        view.end()
+        self._end(transaction)
         return None
+
+    def _end(self, transaction: Transaction | None) -> None:
+        if transaction is not None:
+            transaction.abort()
+        self.leave()
 
     def _recover(self, error: lmdb.Error) -> bool:
         """Mend the cause of an error, if possible. True: the call is worth another try."""
@@ -250,57 +259,6 @@ class Environment:
             self.leave()
 
 
-class View:
-    """A read transaction that threads share. It ends when its last user leaves: a loader may still read. As a context
-    it gives the snapshot, and leaves at the end. An interrupt between the two leaves the environment open, nothing
-    else: no thread waits for a transaction's end."""
-
-    snapshot: Snapshot
-    _environment: Environment | None = None
-    _transaction: Transaction | None = None
-
-    def __init__(self, environment: Environment) -> None:
-        environment.enter()
-        self._environment = environment
-        self._users = 1
-        self._lock = threading.Lock()
-
-    def begin(self, env: lmdb.Environment, file: DataFile, page_size: int) -> bool:
-        """Begin the transaction. False: its meta page was just overwritten."""
-        self._transaction = env.begin(buffers=True)
-        tree = file.tree(self._transaction.id(), page_size)
-        if tree is not None:
-            self.snapshot = Snapshot(tree)
-        return tree is not None
-
-    def enter(self) -> bool:
-        """Use the view until :meth:`leave`; False: it has ended."""
-        with self._lock:
-            self._users += bool(self._users)
-            return self._users > 0
-
-    def leave(self) -> None:
-        with self._lock:
-            self._users -= 1
-            is_last = not self._users
-        if is_last:
-            self.end()
-
-    def end(self) -> None:
-        transaction, self._transaction = self._transaction, None
-        environment, self._environment = self._environment, None
-        if transaction is not None:
-            transaction.abort()
-        if environment is not None:
-            environment.leave()
-
-    def __enter__(self) -> Snapshot:
-        return self.snapshot
-
-    def __exit__(self, *error: object) -> None:
-        self.leave()
-
-
 # LMDB must not be opened twice in a process: closing one copy drops the other's POSIX locks. So it is shared.
 _open_environments: dict[FileKey, Environment] = {}
 _registry = threading.Lock()
@@ -363,7 +321,7 @@ class StoreConnection:
         self.uuid = uuid
         self._mutex = threading.Lock()
         self._viewing = threading.RLock()
-        self._view: View | None = None
+        self._view: Snapshot | None = None
         self._environment: Environment | None = None
         self._attach()
 
@@ -465,12 +423,12 @@ class StoreConnection:
                 raise KvtoolError("nothing can be written through a store while a view of it is held", "end it first")
             yield
 
-    def snapshot(self) -> View:
+    def snapshot(self) -> Snapshot:
         """Hold one consistent state of the store for a short read: the view's, if there is a view."""
         view = self._view
         return view if view is not None and view.enter() else self._begin()
 
-    def _begin(self) -> View:
+    def _begin(self) -> Snapshot:
         """Begin in the current environment; in the next one if a switch of generation closes this one meanwhile."""
         while True:
             environment = self.environment

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 import lmdb
 
@@ -18,10 +19,34 @@ Transaction: TypeAlias = "lmdb.Transaction[memoryview]"
 
 
 class Snapshot:
-    """A read transaction, which threads may share. Values are private copies."""
+    """A read transaction that threads share. It ends when its last user leaves: a loader may still read. As a context,
+    it leaves at the end; an interrupt just before leaves the environment open, but no thread waits for that. Values are
+    private copies."""
 
-    def __init__(self, tree: Tree) -> None:
+    def __init__(self, tree: Tree, end: Callable[[], None]) -> None:
         self._tree = tree
+        self._end = end
+        self._users = 1
+        self._lock = threading.Lock()
+
+    def enter(self) -> bool:
+        """Use the transaction until :meth:`leave`; False: it has ended."""
+        with self._lock:
+            self._users += bool(self._users)
+            return self._users > 0
+
+    def leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            is_last = not self._users
+        if is_last:
+            self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.leave()
 
     def get(self, table: bytes, key: bytes, allocate: Allocator = aligned) -> memoryview | None:
         """Copy a value, or None; a large one is copied into what `allocate` returns."""
