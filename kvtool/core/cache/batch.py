@@ -4,7 +4,8 @@ inside a write transaction: rows come encoded."""
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
+from itertools import chain, islice
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
@@ -13,8 +14,9 @@ from kvtool.core.cache.entries import ChunkInfo
 from kvtool.core.cache.environment import PAGE_BYTES
 from kvtool.core.cache.identity import Origin
 from kvtool.core.cache.record import Bytes
+from kvtool.core.cache.stretches import left_over, stretch_keys
 from kvtool.core.cache.tables import Row, RowKey, meta_row
-from kvtool.core.cache.transaction import Transaction
+from kvtool.core.cache.transaction import Snapshot, Transaction
 from kvtool.core.errors import DamagedError, KvtoolError
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 BATCH_BYTES = 48 * 2**20
 BATCH_SECONDS = 5.0
+_CHUNKS_AT_ONCE = 2000  # deleted in one transaction
 _ROW_SLACK = 256  # key, node and its share of the tree
 _SLACK = 256 * 1024  # tree pages that a transaction rewrites, at most
 _TREE_BYTES = 16 * PAGE_BYTES  # those of a usual one, beyond what it frees
@@ -115,6 +118,26 @@ class Batch:
                 rows += tables.level_rows(snapshot, chunk_id, info, level, layers, replace, origin)
                 deletions.update(tables.superseded(snapshot, chunk_id, origin))
         return rows, sorted(deletions)
+
+    def drop_stretches(self, stretches: Iterable[bytes], left: bool = True) -> int:
+        """Drop these stretches, and what is `left` of others, which takes reading all names. Returns how many rows."""
+        with self.store.environment.read() as snapshot:
+            deletions = {row for stretch in stretches for row in stretch_keys(snapshot, stretch)}
+            deletions |= {*left_over(snapshot)} if left else set()
+        if deletions:
+            self.commit([], sorted(deletions), weighed=False)
+        return len(deletions)
+
+    def drop(
+        self, chunk_ids: Iterable[bytes], keys_of: Callable[[Snapshot, bytes], list[RowKey]], thins: bool | None = None
+    ) -> int:
+        dropped, left = 0, iter(chunk_ids)
+        while batch := list(islice(left, _CHUNKS_AT_ONCE)):
+            with self.store.environment.read() as snapshot:
+                deletions = [keys_of(snapshot, chunk_id) for chunk_id in batch]
+            dropped += sum(map(bool, deletions))
+            self.commit([], [*chain.from_iterable(deletions)], thins=thins)
+        return dropped
 
     def forget(self) -> None:
         self._pending.clear()

@@ -19,56 +19,57 @@ from kvtool.core.cache.tables import chunk_keys, meta_row
 from kvtool.core.cache.tree import check_data_file
 
 if TYPE_CHECKING:
+    from kvtool.core.cache.batch import Batch
+    from kvtool.core.cache.documents import Documents
     from kvtool.core.cache.reader import StoreReader
-    from kvtool.core.cache.writer import Writer
 
 Referred = Callable[[Collection[bytes]], Iterable[bytes]]
 _UNNAMED = re.compile(r"\.(tmp|.+)-\d+-[0-9a-f]{8}")  # see layout.atomic_write, retrieval/tables.py
 _LEFT_SECONDS = 600.0  # a younger one may be another process's, about to be renamed
 
 
-def collect(writer: Writer, keep: Iterable[bytes], referred: Referred | None) -> int:
-    """Drop the chunks that no document and no unfinished file refers to; see :meth:`Writer.collect`."""
-    writer.flush()
-    writer.fold_access()
-    store, documents = writer.store, writer.documents
-    live = {*keep} | writer.fresh | documents.unfinished_chunks()
+def collect(batch: Batch, documents: Documents, keep: Iterable[bytes], referred: Referred | None) -> int:
+    """Drop the chunks that no document and no unfinished file refers to, except `keep`, and return how many; see
+    :meth:`Writer.collect` for `referred`."""
+    live = {*keep} | batch.fresh | documents.unfinished_chunks()
     if referred is None or documents.loose is None:
-        loose = _unreferred(writer, live)
+        loose = _unreferred(batch, live)
     else:
         loose = documents.loose - live
         loose -= {*referred(loose)} if loose else set()
-        loose |= _drop_stretches_of(writer, lambda info: not loose.isdisjoint(info.chunks))
-    dropped = writer.drop(sorted(loose), chunk_keys, thins=False)  # no document has any of them
-    if not store.is_collected():  # only now: after a kill the next writer does it
-        writer.commit([meta_row(tables.COLLECTED_KEY, {"documents": store.documents_revision()})])
+        loose |= _drop_stretches_of(batch, lambda info: not loose.isdisjoint(info.chunks))
+    dropped = batch.drop(sorted(loose), chunk_keys, thins=False)  # no document has any of them
+    if not batch.store.is_collected():  # only now: after a kill the next writer does it
+        batch.commit([meta_row(tables.COLLECTED_KEY, {"documents": batch.store.documents_revision()})])
     documents.loose = set()
     return dropped
 
 
-def drop_unfinished(writer: Writer, needed: Iterable[bytes]) -> bool:
+def drop_unfinished(batch: Batch, documents: Documents, needed: Iterable[bytes]) -> bool:
     """Drop the chunks of unfinished files that other writers began, except `needed`. False: there were none."""
-    others = writer.documents.unfinished.keys() - writer.documents.own_paths
-    if not others:
+    paths = documents.unfinished.keys() - documents.own_paths
+    if not paths:
         return False
-    writer.end_unfinished(others)
-    live = {*needed} | writer.fresh | writer.documents.unfinished_chunks()
-    return writer.drop(sorted(_unreferred(writer, live)), chunk_keys, thins=False) > 0
+    for path in paths:
+        documents.note_unfinished(path)
+    batch.commit([])  # the list of unfinished files
+    live = {*needed} | batch.fresh | documents.unfinished_chunks()
+    return batch.drop(sorted(_unreferred(batch, live)), chunk_keys, thins=False) > 0
 
 
-def _unreferred(writer: Writer, live: set[bytes]) -> set[bytes]:
+def _unreferred(batch: Batch, live: set[bytes]) -> set[bytes]:
     """List the chunks that nothing refers to, but the `live` ones; stretches made of any such chunk are dropped."""
-    store = writer.store
+    store = batch.store
     live = live | {ref.chunk_id for document in store.documents() for ref in document.chunks}
-    _drop_stretches_of(writer, lambda info: not live.issuperset(info.chunks))
+    _drop_stretches_of(batch, lambda info: not live.issuperset(info.chunks))
     with store.environment.read() as snapshot:
         ids = {key[:ID_BYTES] for table in tables.BY_CHUNK for key in snapshot.keys(table)}
     return ids - live - {*store.stretches()}
 
 
-def _drop_stretches_of(writer: Writer, is_stale: Callable[[StretchInfo], bool]) -> set[bytes]:
-    stale = {stretch for stretch, info in writer.store.stretches().items() if is_stale(info)}
-    writer.drop_stretches(stale)
+def _drop_stretches_of(batch: Batch, is_stale: Callable[[StretchInfo], bool]) -> set[bytes]:
+    stale = {stretch for stretch, info in batch.store.stretches().items() if is_stale(info)}
+    batch.drop_stretches(stale)
     return stale
 
 

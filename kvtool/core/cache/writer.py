@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.cache import tables
@@ -15,15 +14,12 @@ from kvtool.core.cache.collect import Referred, collect, compact, drop_unfinishe
 from kvtool.core.cache.documents import Documents
 from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry
 from kvtool.core.cache.identity import Origin
-from kvtool.core.cache.stretches import Place, StretchInfo, info_row, left_over, part_row, stretch_keys
+from kvtool.core.cache.stretches import Place, StretchInfo, info_row, part_row
 from kvtool.core.cache.tables import Row, RowKey, chunk_keys, file_row, meta_row, superseded
-from kvtool.core.cache.transaction import Snapshot
 from kvtool.core.errors import NoSpaceError
 
 if TYPE_CHECKING:
     from kvtool.core.cache.reader import StoreReader
-
-_CHUNKS_AT_ONCE = 2000  # deleted in one transaction
 
 
 class Writer(Batch):
@@ -53,7 +49,7 @@ class Writer(Batch):
         try:
             work()
         except NoSpaceError:
-            if self.needed is None or not drop_unfinished(self, self.needed()):
+            if self.needed is None or not drop_unfinished(self, self.documents, self.needed()):
                 raise
             work()
 
@@ -71,15 +67,6 @@ class Writer(Batch):
                 self.commit(rows)
                 rows = []
         self.commit([*rows, info_row(stretch, info)])
-
-    def drop_stretches(self, stretches: Iterable[bytes], left: bool = True) -> int:
-        """Drop these stretches, and what is `left` of others, which takes reading all names. Returns how many rows."""
-        with self.store.environment.read() as snapshot:
-            deletions = {row for stretch in stretches for row in stretch_keys(snapshot, stretch)}
-            deletions |= {*left_over(snapshot)} if left else set()
-        if deletions:
-            self.commit([], sorted(deletions), weighed=False)
-        return len(deletions)
 
     def set_manifest(self, manifest: dict[str, Any]) -> None:
         """Replace the manifest. The prompt's former beginning, which no document refers to, is then unreferenced."""
@@ -195,17 +182,6 @@ class Writer(Batch):
     def drop_chunks(self, chunk_ids: Iterable[bytes]) -> int:
         return self.drop(chunk_ids, chunk_keys)
 
-    def drop(
-        self, chunk_ids: Iterable[bytes], keys_of: Callable[[Snapshot, bytes], list[RowKey]], thins: bool | None = None
-    ) -> int:
-        dropped, left = 0, iter(chunk_ids)
-        while batch := list(islice(left, _CHUNKS_AT_ONCE)):
-            with self.store.environment.read() as snapshot:
-                deletions = [keys_of(snapshot, chunk_id) for chunk_id in batch]
-            dropped += sum(map(bool, deletions))
-            self.commit([], [*chain.from_iterable(deletions)], thins=thins)
-        return dropped
-
     def drop_profiles(self, digests: Iterable[bytes], state: dict[str, Any] | None = None) -> int:
         with self.store.environment.read() as snapshot:
             deletions = [(tables.PROFILES, digest) for digest in digests if snapshot.has(tables.PROFILES, digest)]
@@ -219,7 +195,9 @@ class Writer(Batch):
         chunks its documents no longer refer, only these are looked at; else all documents are read. Raises
         DamagedError, and drops nothing, if a document cannot be read."""
         self._check_open()
-        return collect(self, keep, referred)
+        self.flush()
+        self.fold_access()
+        return collect(self, self.documents, keep, referred)
 
     def fold_access(self) -> None:
         self.store.flush()
