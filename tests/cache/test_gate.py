@@ -64,7 +64,7 @@ def test_a_map_that_is_too_small_follows_the_file(tmp_path: Path, monkeypatch: p
     with Store.open(path) as opened:
         assert run(path, "add", 1, 10, 2, 256, KVTOOL_MAP_LIMIT=str(2**24)).returncode == 0
         check_file(opened, "f10", dim=256)
-        with opened.writer() as pen, pytest.raises(NoSpaceError, match=r"map limit of 0\.1 MB"):
+        with opened.writer() as pen, pytest.raises(NoSpaceError, match="map limit"):
             add_file(pen, "f11", ["f11.0", "f11.1"], dim=256)
         check_file(opened, "f10", dim=256)
 

@@ -196,7 +196,10 @@ class Environment:
             try:
                 return self._write(apply)
             except lmdb.MapFullError as error:
-                raise self._map_full() from error
+                raise NoSpaceError(
+                    f"{self.generation}: the map limit of {space.megabytes(self._env.info()['map_size'])} is reached",
+                    "make room with `kvtool store prune`, or raise KVTOOL_MAP_LIMIT and `ulimit -v`",
+                ) from error
             except lmdb.Error as error:
                 if attempt == _ATTEMPTS - 1 or not self._recover(error):
                     raise space.explain(error, self.generation, need) from error
@@ -211,15 +214,6 @@ class Environment:
             return result
         finally:
             self.leave()
-
-    def _map_full(self) -> NoSpaceError:
-        size, limit = int(self._env.info()["map_size"]), map_limit()
-        if size < limit:
-            return _no_addresses(self.generation)
-        return NoSpaceError(
-            f"{self.generation}: the map limit of {space.megabytes(limit)} is reached",
-            "make room with `kvtool store prune`, or raise KVTOOL_MAP_LIMIT",
-        )
 
     def is_at(self, generation: Path) -> bool:
         """True if the data file in this folder is the open one, or cannot be seen."""
@@ -278,12 +272,15 @@ def acquire(generation: Path, read_only: bool) -> Environment:
 
 
 def map_limit() -> int:
+    """Bytes of a map; a process that opens many stores gives each later one less, lest its addresses run out."""
     text = os.environ.get("KVTOOL_MAP_LIMIT", "")
-    return max(int(text), 2**16) if text.isdecimal() else _MAP_BYTES
+    if text.isdecimal():
+        return max(int(text), 2**16)
+    return _MAP_BYTES // (1 + len(_open_environments)) // PAGE_BYTES * PAGE_BYTES
 
 
 def _no_addresses(generation: Path) -> NoSpaceError:
-    return NoSpaceError(f"{generation}: no address space for the store", "raise ulimit -v")
+    return NoSpaceError(f"{generation}: no address space for the store", "raise `ulimit -v`")
 
 
 def open_lmdb(generation: Path, *, read_only: bool, create: bool = False) -> lmdb.Environment:
