@@ -1,4 +1,4 @@
-"""Reading while the map is changed, and reading cut short by Ctrl-C: no thread waits for ever."""
+"""Reading while a store is closed, and reading cut short by Ctrl-C: no thread waits for ever."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import lmdb
 import pytest
 
 from kvtool.core.cache import environment, reader, transaction
 from kvtool.core.cache.store import Store
-from kvtool.core.cache.transaction import ReadWriteLock, TransactionGuard
-from tests.cache.making import check_file, make_store
+from kvtool.core.cache.tables import CHUNKS
+from kvtool.core.errors import NoSpaceError
+from tests.cache.making import add_file, check_file, make_store
+from tests.faults.running import run
 
 
 def in_thread(work: Callable[[], object]) -> threading.Thread:
@@ -30,55 +33,57 @@ def soon(thread: threading.Thread, seconds: float = 20) -> None:
     assert not thread.is_alive(), "it waits for ever"
 
 
-def test_who_waits_to_be_alone_is_not_starved() -> None:
-    lock, first, nested, late = ReadWriteLock(), TransactionGuard(), TransactionGuard(), TransactionGuard()
-    order: list[str] = []
-    alone_now, late_in = threading.Event(), threading.Event()
+def test_a_closed_store_stays_open_for_its_reader(tmp_path: Path) -> None:
+    path = make_store(tmp_path / "store")
+    reading, closed = threading.Event(), threading.Event()
 
-    def alone() -> None:
-        def work() -> None:
-            order.append("alone")
-            alone_now.set()
-
-        lock.run_alone(work)
-
-    def enter_late() -> None:
-        lock.enter(late)
-        order.append("late")
-        late_in.set()
-
-    lock.enter(first)
-    waiting = in_thread(alone)
-    while not lock._waiting:
-        pass
-    reader = in_thread(enter_late)
-    assert not late_in.wait(0.15)  # a new thread is kept out ...
-    lock.enter(nested)  # ... one that is inside is not
-    nested.end()
-    assert not alone_now.is_set()
-    first.end()
-    soon(waiting)
-    soon(reader)
-    assert order == ["alone", "late"]
-
-
-def test_the_map_changes_under_readers_in_a_loop(tmp_path: Path) -> None:
-    """Let six readers overlap: at nearly every moment one of them is reading."""
-    done = threading.Event()
-    with Store.open(make_store(tmp_path / "store")) as opened:
-
-        def read() -> None:
-            while not done.is_set():
-                check_file(opened, "f0")
-
-        readers = [in_thread(read) for _ in range(6)]
-        changing = in_thread(lambda: [opened.environment._resize(0) for _ in range(5)])
-        try:
-            soon(changing)
-        finally:
+    def read() -> None:
+        with opened.snapshot() as snapshot:
+            reading.set()
+            assert closed.wait(20)
+            assert len(list(snapshot.keys(CHUNKS))) == 4
             done.set()
-        for reader in readers:
-            soon(reader)
+
+    done, opened = threading.Event(), Store.open(path)
+    shared = opened.environment
+    reader = in_thread(read)
+    assert reading.wait(20)
+    opened.close()
+    with Store.open(path) as again:  # in the same environment: LMDB allows only one in a process
+        assert again.environment is shared
+        closed.set()
+        soon(reader)
+        check_file(again, "f0")
+        assert done.is_set()
+
+
+def test_a_map_that_is_too_small_follows_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the system grants few addresses: another process writes more than this one's map shows."""
+    path = make_store(tmp_path / "store", files=1)
+    monkeypatch.setenv("KVTOOL_MAP_LIMIT", str(2**17))
+    with Store.open(path) as opened:
+        assert run(path, "add", 1, 10, 2, 256, KVTOOL_MAP_LIMIT=str(2**24)).returncode == 0
+        check_file(opened, "f10", dim=256)
+        with opened.writer() as pen, pytest.raises(NoSpaceError, match="map limit"):
+            add_file(pen, "f11", ["f11.0", "f11.1"], dim=256)
+        check_file(opened, "f10", dim=256)
+
+
+def test_a_failed_meta_page_is_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Store.open(make_store(tmp_path / "store")) as opened:
+        inner = opened.environment._env
+
+        class Stuck:
+            def begin(self, **options: object) -> None:
+                raise lmdb.PanicError("MDB_PANIC")
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(inner, name)
+
+        for work in (opened.revision, lambda: opened.environment.write(lambda transaction: None, 0)):
+            opened.environment._env = Stuck()
+            work()
+        check_file(opened, "f0")
 
 
 def interrupt_at(number: int, work: Callable[[], object]) -> bool:
@@ -118,10 +123,8 @@ def test_ctrl_c_anywhere_in_reading(tmp_path: Path, use: str) -> None:
         for number in itertools.count():
             opened = Store.open(path)
             cut = interrupt_at(number, getattr(opened, use))
-            opened.environment._resize(0)  # this thread goes on, ...
-            other = in_thread(lambda opened=opened: opened.environment._resize(0))  # type: ignore[misc]
-            soon(other)  # ... another one too, ...
-            soon(in_thread(opened.close))  # ... and closing ends
+            soon(in_thread(opened.revision))
+            soon(in_thread(opened.close))
             if not cut:
                 places.append(number)
                 return
@@ -147,4 +150,4 @@ def test_ctrl_c_while_lmdb_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             with pytest.raises(KeyboardInterrupt):
                 work()
         monkeypatch.undo()
-        soon(in_thread(lambda: opened.environment._resize(0)))
+        soon(in_thread(opened.revision))

@@ -141,7 +141,7 @@ def test_interrupted_run(error: BaseException, keep_raw: bool, plain: Path, monk
 def test_what_refines_is_never_there_alone(after: int, fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for level in NESTED:
         drop(fitted, level)
-    monkeypatch.setattr(writers, "BATCH_SECONDS", -1.0)
+    monkeypatch.setattr("kvtool.core.cache.batch.BATCH_SECONDS", -1.0)
     with monkeypatch.context() as patch:
         breaking(patch, writers.Writer, "put_chunk", after, KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
@@ -158,7 +158,7 @@ def test_a_refit_that_is_interrupted(after: int, fitted: Path, monkeypatch: pyte
     old = state_of(fitted)["profile"]
     monkeypatch.setattr(level_writer, "_AT_ONCE", 1)
     with monkeypatch.context() as patch:
-        breaking(patch, writers.Writer, "_commit", after, KeyboardInterrupt())
+        breaking(patch, writers.Writer, "commit", after, KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
             refit(fitted, "1", "2")
     check_sound(fitted)

@@ -39,10 +39,9 @@ def held(path: Path) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.mark.slow
 def test_a_reader_survives_growth_by_another_process(tmp_path: Path) -> None:
-    small = {"KVTOOL_MAP_START": str(2**17)}
     path = make_store(tmp_path / "store", files=1, dim=256)
-    reader = start(path, "watch", "f20", **small)
-    writer = run(path, "add", 1, 20, 2, 256, **small)
+    reader = start(path, "watch", "f20", KVTOOL_MAP_LIMIT=str(2**17))
+    writer = run(path, "add", 1, 20, 2, 256)
     assert writer.returncode == 0, writer.stderr
     assert end(reader) == (0, "", "")
 

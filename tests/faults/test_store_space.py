@@ -35,8 +35,7 @@ def files_in(path: Path) -> int:
 @pytest.mark.slow
 def test_tiny_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_store(tmp_path / "store", files=1, dim=256)
-    limits = {"KVTOOL_MAP_LIMIT": str(2**20), "KVTOOL_MAP_START": str(2**17)}
-    full = run(path, "add", 1, 100, 2, 256, **limits)
+    full = run(path, "add", 1, 100, 2, 256, KVTOOL_MAP_LIMIT=str(2**20))
     assert full.returncode == 14
     assert "map limit of 1.0 MB" in full.stderr
     assert full.stdout.count("\nf") == files_in(path) - 1 > 1

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvtool.core.cache import writer as writing
+from kvtool.core.cache import batch
 from kvtool.core.cache.integrity import verify
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import NoSpaceError
@@ -46,7 +46,7 @@ def interrupted(large: Path, fresh: Any, monkeypatch: pytest.MonkeyPatch) -> Int
 
         with monkeypatch.context() as patch:
             patch.setattr(ChunkStorer, "_prefill", prefill)
-            patch.setattr(writing, "BATCH_BYTES", 1)  # as if seconds went by
+            patch.setattr(batch, "BATCH_BYTES", 1)  # as if seconds went by
             assert fresh(large, *more).code == 130
 
     return run

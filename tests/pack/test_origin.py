@@ -302,7 +302,7 @@ def test_an_origin_that_cannot_be_read_is_foreign(scene: Scene, tmp_path: Path) 
     broken = bytearray(seal_origin(chunk, Origin("x", True)))
     broken[-1] ^= 1
     with Store.open(new) as store, store.writer() as writer:
-        writer._commit([(tables.ORIGINS, chunk, bytes(broken))])
+        writer.commit([(tables.ORIGINS, chunk, bytes(broken))])
     with Store.open(new) as store:
         assert store.origin(chunk).is_foreign
     assert len(damages(new)) == 1

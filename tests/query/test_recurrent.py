@@ -243,7 +243,7 @@ def test_a_writer_that_is_killed_leaves_nothing_that_is_found(store: Path, monke
     monkeypatch.setattr("kvtool.core.cache.writer.BATCH_BYTES", 1)
     ask(store, FIRST)  # one transaction a part
     whole = keys_of(store)
-    put, seen = Writer._commit, []
+    put, seen = Writer.commit, []
 
     def killed(writer: Writer, rows: Any, *more: Any, **others: Any) -> None:
         seen.append(rows)
@@ -251,10 +251,10 @@ def test_a_writer_that_is_killed_leaves_nothing_that_is_found(store: Path, monke
             raise KeyboardInterrupt
         put(writer, rows, *more, **others)
 
-    monkeypatch.setattr(Writer, "_commit", killed)
+    monkeypatch.setattr(Writer, "commit", killed)
     code = kvtool("query", FIRST, "--store", store, "--documents", "mill3.md", *SHORT).code
     assert code == 130
-    monkeypatch.setattr(Writer, "_commit", put)
+    monkeypatch.setattr(Writer, "commit", put)
     assert len(keys_of(store)) > len(whole)
     with Store.open(store) as opened:
         assert verify(opened) == []

@@ -80,7 +80,7 @@ def test_cost_of_a_small_push(
     with store, closing(open_blobs(url)) as blobs:
         add(store, "f0", "new 0", "new 1")
         parsed.clear()
-        begun = calls_of(monkeypatch, Environment, "begin")
+        begun = calls_of(monkeypatch, Environment, "read")
         decoded = calls_of(monkeypatch, values, "records_of")
         assert push(store, blobs).files.transferred == 1
     assert {key for _, key, *_ in decoded} == {id_of("new 0"), id_of("new 1")}

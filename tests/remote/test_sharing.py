@@ -312,7 +312,7 @@ def test_damage_here_deletes_nothing_there(table: bytes, harm: str, store: Store
     with store.snapshot() as snapshot:
         value = snapshot.get(*row)
     with store.writer() as writer:
-        writer._commit([(*row, bytes(value[:-1]))] if harm == "damaged" else [], [row] if harm == "lost" else [])
+        writer.commit([(*row, bytes(value[:-1]))] if harm == "damaged" else [], [row] if harm == "lost" else [])
     told: list[str] = []
     push(store, blobs, delete=True, yes=True, events=Events(warn=lambda text, hint: told.append(text)))
     assert len(told) == 1

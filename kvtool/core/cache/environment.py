@@ -1,5 +1,8 @@
 """LMDB environment of a store, and a store's connection to it: a snapshot for each read, or one view for many. LMDB's
-default flags are crash-safe (`kvtool help store-format`). Every value is copied: no buffer outlives its transaction."""
+default flags are crash-safe (`kvtool help store-format`). Every value is copied: no buffer outlives its transaction.
+
+The map has one size from the start, 16 TiB of addresses where the system grants them: no transaction has to end for the
+file to grow."""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,37 +20,36 @@ import lmdb
 from kvtool.core.cache import layout, space, tables
 from kvtool.core.cache.entries import load_json
 from kvtool.core.cache.record import Kind, unseal
-from kvtool.core.cache.transaction import ReadWriteLock, Snapshot, Transaction, TransactionGuard, damage_of
+from kvtool.core.cache.transaction import Snapshot, Transaction, damage_of
 from kvtool.core.cache.tree import DataFile, check_data_file
 from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError, StoreFormatError
 
 T = TypeVar("T")
+FileKey = tuple[int, int]  # device and inode
 
 PAGE_BYTES = 4096
 MAX_READERS = 1024  # killed readers keep their slots until the next reader_check
 LOCK_FILE_BYTES = 128 * MAX_READERS
-_MAP_START, _MAP_LIMIT, _MAP_LEAST = 2**40, 2**44, 2**24  # sparse: a 1 TiB map opens in 38 µs
+_MAP_BYTES, _MAP_LEAST = 2**44, 2**24  # addresses only: no memory, and no disk
 _BLOCK_BYTES = 512  # of `st_blocks`, whatever the file system's own are
 _PAD_SECONDS = 0.02
+_ATTEMPTS = 8
 
 
 class Closed(KvtoolError): ...
 
 
-class FileFullError(Exception): ...
-
-
 class Environment:
-    """A generation's LMDB. Get one with :func:`acquire`, give it back with :func:`release`."""
+    """A generation's LMDB, closed by the last of its stores and transactions. Get one with :func:`acquire`."""
 
-    def __init__(self, generation: Path, read_only: bool) -> None:
+    def __init__(self, generation: Path, read_only: bool, key: FileKey) -> None:
         self.generation = generation
         self.read_only = read_only
-        self.users = 0
+        self._key = key
+        self._stores = self._transactions = 0
         self._pid = os.getpid()
-        self._lock = ReadWriteLock()
-        self._closed = False
-        self._most: int | None = None
+        self._lock = threading.RLock()
+        self._closed = True
         self._open()
 
     # ---- opening -------------------------------------------------------------------------------------------------
@@ -66,6 +69,7 @@ class Environment:
         except BaseException:
             self._env.close()
             raise
+        self._closed = False
 
     def _check_length(self) -> None:
         """Refuse a truncated file, which would be a SIGBUS. Usually compares two numbers."""
@@ -84,150 +88,132 @@ class Environment:
             with contextlib.suppress(OSError):
                 os.truncate(self.generation / "data.mdb", needed)
 
-    def close(self) -> None:
-        """Close once all transactions have ended; a forked child does not touch its parent's environment."""
-        if self._pid != os.getpid():
+    # ---- users ---------------------------------------------------------------------------------------------------
+
+    def attach(self) -> bool:
+        """Count a store. False: the environment is closed."""
+        self._check_process()
+        with self._lock:
+            self._stores += not self._closed
+            return not self._closed
+
+    def detach(self) -> None:
+        self.leave(stores=1, transactions=0)
+
+    def enter(self) -> None:
+        """Keep the environment open for a transaction, until :meth:`leave`. Raises Closed."""
+        self._check_process()
+        with self._lock:
+            if self._closed:
+                raise Closed("the store is closed")
+            self._transactions += 1
+
+    def leave(self, stores: int = 0, transactions: int = 1) -> None:
+        if self._pid != os.getpid():  # a forked child does not touch its parent's environment, nor wait for its lock
             return
-        self._lock.run_alone(self._shut)
+        with self._lock:
+            self._stores -= stores
+            self._transactions -= transactions
+            if not (self._stores or self._transactions or self._closed):
+                self._close()
+                del _open_environments[self._key]  # no thread replaces the entry before this lock is free
 
-    def _shut(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._file.close()
-            self._env.close()
-
-    def _reopen(self) -> None:
+    def _close(self) -> None:
+        self._closed = True
         self._file.close()
         self._env.close()
-        self._open()
 
-    def _enter(self, guard: TransactionGuard) -> None:
-        self.check_usable()  # a forked child must not wait for its parent's lock
-        self._lock.enter(guard)
-        self.check_usable()  # closed while we waited
-
-    # ---- reading -------------------------------------------------------------------------------------------------
-
-    def begin(self, guard: TransactionGuard) -> Snapshot:
-        for attempt in range(8):
-            try:
-                self._enter(guard)
-                self._check_length()
-                guard.transaction = self._env.begin(buffers=True)
-                tree = self._file.tree(guard.transaction.id(), self._page_size)
-                if tree is not None:
-                    return Snapshot(tree)
-                guard.end()
-            except lmdb.Error as error:
-                guard.end()
-                if not self._recover(error) or attempt == 7:
-                    raise self.read_failure(error) from error
-        raise DamagedError(f"{self.generation}: the meta page of the store is damaged", "run `kvtool store verify`")
-
-    @contextlib.contextmanager
-    def read(self) -> Iterator[Snapshot]:
-        guard = TransactionGuard()
-        try:
-            yield self.begin(guard)
-        except lmdb.Error as error:
-            raise self.read_failure(error) from error
-        finally:
-            guard.end()
-
-    def _recover(self, error: lmdb.Error) -> bool:
-        """Mend the cause of an error, if possible. True: the call is worth another try."""
-        if isinstance(error, lmdb.MapResizedError):  # another process has let the file grow
-            self._resize(0)
-            return True
-        if isinstance(error, lmdb.ReadersFullError):
-            return self._env.reader_check() > 0
-        return False
-
-    def read_failure(self, error: lmdb.Error) -> KvtoolError:
-        if isinstance(error, lmdb.ReadersFullError):
-            return KvtoolError(f"{self.generation}: {MAX_READERS} readers at once are too many", "end some of them")
-        message = f"{self.generation}: the index of the store is damaged ({error})"
-        return DamagedError(message, "run `kvtool store verify`")
-
-    def check_usable(self) -> None:
+    def _check_process(self) -> None:
         if self._pid != os.getpid():
             raise KvtoolError(
                 "a store cannot be used across fork", "open it again in the new process, started by spawn"
             )
-        if self._closed:
-            raise Closed("the store is closed")
+
+    # ---- reading -------------------------------------------------------------------------------------------------
+
+    def read(self) -> Snapshot:
+        """Begin a read transaction: ``with environment.read() as snapshot``. Raises Closed, DamagedError, KvtoolError:
+        there are too many readers, or no address space."""
+        for attempt in range(_ATTEMPTS):
+            try:
+                if (snapshot := self._begin()) is not None:
+                    return snapshot
+            except lmdb.Error as error:
+                if attempt == _ATTEMPTS - 1 or not self._recover(error):
+                    raise self._read_failure(error) from error
+        raise DamagedError(f"{self.generation}: the meta page of the store is damaged", "run `kvtool store verify`")
+
+    def _begin(self) -> Snapshot | None:
+        """Begin a read transaction; None: its meta page was just overwritten."""
+        self.enter()
+        transaction = None
+        try:
+            self._check_length()
+            transaction = self._env.begin(buffers=True)
+            tree = self._file.tree(transaction.id(), self._page_size)
+            if tree is not None:
+                return Snapshot(tree, partial(self._end, transaction))
+        except BaseException:
+            self._end(transaction)
+            raise
+        self._end(transaction)
+        return None
+
+    def _end(self, transaction: Transaction | None) -> None:
+        if transaction is not None:
+            transaction.abort()
+        self.leave()
+
+    def _recover(self, error: lmdb.Error) -> bool:
+        """Mend the cause of an error, if possible. True: the call is worth another try."""
+        if isinstance(error, lmdb.ReadersFullError):
+            return self._env.reader_check() > 0
+        if not isinstance(error, (lmdb.PanicError, lmdb.MapResizedError)):
+            return False
+        with self._lock:  # a commit failed at the meta page, or another process wrote more than our small map shows
+            is_idle = not self._transactions and not self._closed
+            if is_idle:
+                self._close()
+                self._open()
+        if not is_idle:
+            time.sleep(_PAD_SECONDS)
+        return True
+
+    def _read_failure(self, error: lmdb.Error) -> KvtoolError:
+        if isinstance(error, lmdb.ReadersFullError):
+            return KvtoolError(f"{self.generation}: {MAX_READERS} readers at once are too many", "end some of them")
+        if isinstance(error, lmdb.MapResizedError):
+            return _no_addresses(self.generation)
+        message = f"{self.generation}: the index of the store is damaged ({error})"
+        return DamagedError(message, "run `kvtool store verify`")
 
     # ---- writing -------------------------------------------------------------------------------------------------
 
     def write(self, apply: Callable[[Transaction], T], need: int) -> T:
-        """Run `apply`, puts and deletes, in one write transaction, durable on return; again from its start after the
-        map has grown, so it keeps no state. `need`: about how many bytes it writes. Raises NoSpaceError (disk, quota or
-        map limit): the store is unchanged."""
-        while True:
+        """Run `apply`, puts and deletes, in one write transaction, durable on return. `need`: about how many bytes it
+        writes. Raises NoSpaceError (disk, quota or map limit): the store is unchanged."""
+        for attempt in range(_ATTEMPTS):
             try:
-                return self._write_once(apply)
+                return self._write(apply)
             except lmdb.MapFullError as error:
-                if self._most is not None:
-                    raise FileFullError from error
-                self._grow()
-            except lmdb.MapResizedError:
-                self._resize(0)
+                raise NoSpaceError(
+                    f"{self.generation}: the map limit of {space.megabytes(self._env.info()['map_size'])} is reached",
+                    "make room with `kvtool store prune`, or raise KVTOOL_MAP_LIMIT and `ulimit -v`",
+                ) from error
             except lmdb.Error as error:
-                reason = space.explain(error, self.generation, need)
-                self._reopen_if_stuck()
-                raise reason from error
+                if attempt == _ATTEMPTS - 1 or not self._recover(error):
+                    raise space.explain(error, self.generation, need) from error
+        raise AssertionError("unreachable")
 
-    @contextlib.contextmanager
-    def limited(self, most: int) -> Iterator[None]:
-        """Let no write make the data file longer than this many bytes: LMDB itself takes no page beyond its map. Only
-        LMDB knows how many of the free pages a commit can use, and only while it writes. Raises FileFullError."""
-        before = int(self._env.info()["map_size"])
-        self._resize(max(most, self.allocated_bytes()) // PAGE_BYTES * PAGE_BYTES)
-        self._most = most
+    def _write(self, apply: Callable[[Transaction], T]) -> T:
+        self.enter()
         try:
-            yield
-        finally:
-            self._most = None
-            self._resize(before)
-
-    def _write_once(self, apply: Callable[[Transaction], T]) -> T:
-        guard = TransactionGuard()
-        try:
-            self._enter(guard)
             with self._env.begin(write=True, buffers=True) as transaction:
                 result = apply(transaction)
             self.pad()
             return result
         finally:
-            guard.end()
-
-    def _reopen_if_stuck(self) -> None:
-        """Reopen after a write that failed at the meta page: else LMDB would refuse everything."""
-        try:
-            with self.read():
-                pass
-        except KvtoolError:
-            self._lock.run_alone(self._reopen)
-
-    def _grow(self) -> None:
-        size, limit = self._env.info()["map_size"], map_limit()
-        if size >= limit:
-            raise NoSpaceError(
-                f"{self.generation}: the map limit of {space.megabytes(limit)} is reached",
-                "make room with `kvtool store prune`, or raise KVTOOL_MAP_LIMIT",
-            )
-        self._resize(min(2 * size, limit))
-
-    def _resize(self, size: int) -> None:
-        self._lock.run_alone(lambda: self._set_size(size))
-
-    def _set_size(self, size: int) -> None:
-        try:
-            self._env.set_mapsize(size)
-        except lmdb.Error as error:
-            raise NoSpaceError(
-                f"{self.generation}: no address space for the store: {error}", "raise ulimit -v"
-            ) from error
+            self.leave()
 
     def is_at(self, generation: Path) -> bool:
         """True if the data file in this folder is the open one, or cannot be seen."""
@@ -258,54 +244,48 @@ class Environment:
         return max(0, allocated - live) + max(0, written - allocated)
 
     def copy_to(self, folder: Path) -> None:
-        guard = TransactionGuard()
+        self.enter()
         try:
-            self._enter(guard)
             self._env.copy(os.fspath(folder), compact=True)
         except lmdb.Error as error:
             raise space.explain(error, self.generation, self.file_bytes()) from error
         finally:
-            guard.end()
+            self.leave()
 
 
 # LMDB must not be opened twice in a process: closing one copy drops the other's POSIX locks. So it is shared.
-_open_environments: dict[tuple[int, int], Environment] = {}
+_open_environments: dict[FileKey, Environment] = {}
 _registry = threading.Lock()
 
 
 def acquire(generation: Path, read_only: bool) -> Environment:
+    """Open a generation, or share its open environment, until :meth:`Environment.detach`."""
     check_data_file(generation)
     status = (generation / "data.mdb").stat()
     key = (status.st_dev, status.st_ino)
     with _registry:
         environment = _open_environments.get(key)
-        if environment is None:
-            environment = _open_environments[key] = Environment(generation, read_only)
-        environment.check_usable()
-        environment.users += 1
+        if environment is None or not environment.attach():
+            environment = _open_environments[key] = Environment(generation, read_only, key)
+            environment.attach()
         return environment
 
 
-def release(environment: Environment) -> None:
-    with _registry:
-        environment.users -= 1
-        if environment.users <= 0:
-            for key in [key for key, value in _open_environments.items() if value is environment]:
-                del _open_environments[key]
-            environment.close()
-
-
 def map_limit() -> int:
-    return _bytes_from_environment("KVTOOL_MAP_LIMIT", _MAP_LIMIT)
+    """Bytes of a map; a process that opens many stores gives each later one less, lest its addresses run out."""
+    text = os.environ.get("KVTOOL_MAP_LIMIT", "")
+    if text.isdecimal():
+        return max(int(text), 2**16)
+    return _MAP_BYTES // (1 + len(_open_environments)) // PAGE_BYTES * PAGE_BYTES
 
 
-def _bytes_from_environment(name: str, default: int) -> int:
-    text = os.environ.get(name, "")
-    return max(int(text), 2**16) if text.isdecimal() else default
+def _no_addresses(generation: Path) -> NoSpaceError:
+    return NoSpaceError(f"{generation}: no address space for the store", "raise `ulimit -v`")
 
 
 def open_lmdb(generation: Path, *, read_only: bool, create: bool = False) -> lmdb.Environment:
-    size = min(_bytes_from_environment("KVTOOL_MAP_START", _MAP_START), map_limit())
+    """Open an LMDB with the largest map that the system grants, up to the limit."""
+    size = map_limit()
     while True:
         try:
             return lmdb.open(
@@ -320,7 +300,7 @@ def open_lmdb(generation: Path, *, read_only: bool, create: bool = False) -> lmd
             )
         except (lmdb.MemoryError, MemoryError) as error:
             if size <= _MAP_LEAST:
-                raise KvtoolError(f"{generation}: no address space for the store", "raise ulimit -v") from error
+                raise _no_addresses(generation) from error
             size //= 4
         except (lmdb.InvalidError, lmdb.VersionMismatchError) as error:
             raise StoreFormatError(f"{generation} holds an LMDB that is not kvtool's", layout.REBUILD) from error
@@ -338,7 +318,7 @@ class StoreConnection:
         self.uuid = uuid
         self._mutex = threading.Lock()
         self._viewing = threading.RLock()
-        self._view: View | None = None
+        self._view: Snapshot | None = None
         self._environment: Environment | None = None
         self._attach()
 
@@ -357,7 +337,7 @@ class StoreConnection:
         try:
             self._check_identity(environment)
         except BaseException:
-            release(environment)
+            environment.detach()
             raise
         self._environment = environment
 
@@ -376,7 +356,7 @@ class StoreConnection:
         with self._mutex:
             environment, self._environment = self._environment, None
         if environment is not None:
-            release(environment)
+            environment.detach()
 
     def follow(self) -> None:
         """Move on to the generation that a compaction made current; a view stays where it is."""
@@ -390,7 +370,7 @@ class StoreConnection:
                     raise StoreFormatError(f"{self.path} holds another store now", "open it again")
                 return
             self._attach()
-        release(old)
+        old.detach()
 
     @property
     def environment(self) -> Environment:
@@ -418,14 +398,12 @@ class StoreConnection:
                 yield
                 return
             self.follow()
-            guard, view = TransactionGuard(), None
+            view = None
             try:
-                view = self._view = View(*self._begin(guard), guard)
+                view = self._view = self._begin()
                 yield
             finally:
-                if view is None:
-                    guard.end()
-                elif self._view is view:
+                if self._view is view:
                     self.end_view()
 
     def end_view(self) -> None:
@@ -436,68 +414,23 @@ class StoreConnection:
 
     @contextlib.contextmanager
     def unviewed(self) -> Iterator[None]:
-        """Keep views out while a writer may change the map. Raises KvtoolError if this thread holds a view."""
+        """Keep views out while a writer reads what it has just written. Raises KvtoolError if this thread holds one."""
         with self._viewing:
             if self._view is not None:
                 raise KvtoolError("nothing can be written through a store while a view of it is held", "end it first")
             yield
 
-    @contextlib.contextmanager
-    def snapshot(self) -> Iterator[Snapshot]:
+    def snapshot(self) -> Snapshot:
         """Hold one consistent state of the store for a short read: the view's, if there is a view."""
         view = self._view
-        if view is not None and view.enter():
-            try:
-                yield view.snapshot
-            except lmdb.Error as error:
-                raise view.environment.read_failure(error) from error
-            finally:
-                view.leave()
-            return
-        guard = TransactionGuard()
-        try:
-            environment, snapshot = self._begin(guard)
-            yield snapshot
-        except lmdb.Error as error:
-            raise environment.read_failure(error) from error
-        finally:
-            guard.end()
+        return view if view is not None and view.enter() else self._begin()
 
-    def _begin(self, guard: TransactionGuard) -> tuple[Environment, Snapshot]:
-        """Begin in the current environment; in the next one if a switch of generation closes this one meanwhile. Hold
-        no lock here: a thread that waits for the environment's lock must not keep out those that are inside."""
+    def _begin(self) -> Snapshot:
+        """Begin in the current environment; in the next one if a switch of generation closes this one meanwhile."""
         while True:
             environment = self.environment
             try:
-                return environment, environment.begin(guard)
+                return environment.read()
             except Closed:
-                guard.end()
                 if self._environment is environment:
                     raise
-
-
-class View:
-    """A read transaction that threads share. It ends when its last user leaves: a loader may still read."""
-
-    def __init__(self, environment: Environment, snapshot: Snapshot, guard: TransactionGuard) -> None:
-        self.environment, self.snapshot = environment, snapshot
-        self._guard = guard
-        self._users = 1
-        self._lock = threading.Lock()
-
-    def enter(self) -> bool:
-        """Use the view until :meth:`leave`; False: it has ended."""
-        with self._lock:
-            if not self._users:
-                return False
-            if not self._guard.inside:
-                raise KvtoolError("the store's view was lost while its map changed", "ask again")
-            self._users += 1
-            return True
-
-    def leave(self) -> None:
-        with self._lock:
-            self._users -= 1
-            last = not self._users
-        if last:
-            self._guard.end()

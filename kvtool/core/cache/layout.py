@@ -31,7 +31,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from kvtool.core.cache.space import check_file
+from kvtool.core.cache.space import FULL, SMALL_FILE, check_file
 from kvtool.core.common.files import make_folder as make_folder
 from kvtool.core.common.files import new_file
 from kvtool.core.common.files import sync_folder as sync_folder
@@ -52,8 +52,6 @@ ACCESS_FILE, SERVED_FILE, DATA_FOLDER = "access.log", "served.log", "data"
 REMOTE_FOLDER = "remote"  # of the local cache of a shared store
 TEMPORARY = ".tmp-"
 _GENERATION = re.compile(r"gen-[1-9][0-9]{0,8}")
-_SMALL_FILE = 64 * 1024
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 REPAIR = "run `kvtool store verify --repair`, then ingest again"
 REBUILD = "restore the folder from a copy, or ingest into a new store"
 
@@ -66,7 +64,7 @@ def atomic_write(path: Path, data: bytes) -> None:
         _write_new(temporary, data)
         temporary.replace(path)
     except OSError as error:
-        if error.errno in _FULL:
+        if error.errno in FULL:
             raise NoSpaceError(f"no space to write {path}", "free some disk space and run again") from error
         raise
     finally:
@@ -86,7 +84,7 @@ def read_small(path: Path) -> bytes:
     if not stat.S_ISREG(path.lstat().st_mode):
         raise StoreFormatError(f"{path} is not a regular file", REBUILD)
     with path.open("rb") as file:
-        return file.read(_SMALL_FILE)
+        return file.read(SMALL_FILE)
 
 
 def side_file(root: Path, name: str) -> Path:
@@ -193,7 +191,7 @@ def allocate_lock_file(generation: Path, size: int) -> bool:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(handle, 0, size)
     except OSError as error:
-        if error.errno in _FULL:
+        if error.errno in FULL:
             return False
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that cannot: nothing to be done
             raise

@@ -14,9 +14,9 @@ import lmdb
 from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError
 
 _DEFAULT_RESERVE = 64 * 2**20
-_SMALL_FILE = 64 * 1024  # notes of the writer and of what was dropped have to fit on a full disk
+SMALL_FILE = 64 * 1024  # notes of the writer and of what was dropped have to fit on a full disk
 _HINT = "free some disk space; with a little of it `kvtool store prune` or `kvtool compress --drop-raw` gives back more"
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def reserve() -> int:
@@ -59,13 +59,13 @@ def check_copy(folder: Path, live: int, file: int) -> None:
 def check_file(folder: Path, size: int) -> None:
     """Refuse a side file that would fill the disk. Raises OSError (`ENOSPC`), as the disk itself would: a caller whose
     file can be made again continues without it."""
-    if size > _SMALL_FILE and disk_free(folder) - reserve() < size:
+    if size > SMALL_FILE and disk_free(folder) - reserve() < size:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(folder))
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Maximum bytes of the files in a store's folder; `given` for one command (`--max-size`)."""
+    """Maximum bytes of the files in a store's folder, kept to one batch; `given` for one command (`--max-size`)."""
 
     size: int
     given: bool = False
@@ -98,7 +98,7 @@ def explain(error: lmdb.Error, folder: Path, need: int) -> KvtoolError:
     if isinstance(error, (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError)):
         return DamagedError(f"{folder}: the index of the store is damaged", "run `kvtool store verify`")
     code = getattr(error, "code", 0)
-    if code in _FULL or ((code == errno.EIO or isinstance(error, lmdb.DiskError)) and _is_full(folder, need)):
+    if code in FULL or ((code == errno.EIO or isinstance(error, lmdb.DiskError)) and _is_full(folder, need)):
         free = megabytes(disk_free(folder))
         return NoSpaceError(
             f"{folder}: no space for {megabytes(need)} ({free} free, or a quota or limit was met)", _HINT
@@ -126,7 +126,7 @@ def _over_quota(folder: Path, need: int) -> bool:
         finally:
             os.close(handle)
     except OSError as error:
-        return error.errno in _FULL
+        return error.errno in FULL
     finally:
         with contextlib.suppress(OSError):
             probe.unlink()

@@ -6,13 +6,12 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import lmdb
 
 from kvtool.core.cache import layout, tables
-from kvtool.core.cache.commit import remove_leftovers
+from kvtool.core.cache.collect import remove_leftovers
 from kvtool.core.cache.entries import dump_json
 from kvtool.core.cache.environment import LOCK_FILE_BYTES, open_lmdb
 from kvtool.core.cache.layout import writer_lock
@@ -51,9 +50,7 @@ class Store(StoreReader):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @contextlib.contextmanager

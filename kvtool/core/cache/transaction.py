@@ -1,16 +1,11 @@
-"""Read transactions: snapshots of a store, and the lock that lets many of them run, or one change of LMDB's map.
-
-LMDB moves the map under running transactions, so no transaction may be open while its size is changed.
-"""
+"""Snapshots of a store: what one read transaction sees."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 import lmdb
 
@@ -21,88 +16,37 @@ from kvtool.core.cache.tree import Found, Tree, damaged_pages
 from kvtool.core.errors import DamagedError
 
 Transaction: TypeAlias = "lmdb.Transaction[memoryview]"
-_LOOK_SECONDS = 0.001
-
-
-class TransactionGuard:
-    """Guard of a transaction in an environment: created first, ended in a `finally`; ending it twice is allowed. Its
-    state is one attribute, so that ending is a single assignment, which no signal can interrupt halfway."""
-
-    __slots__ = ("__weakref__", "inside", "lock", "thread", "transaction")
-
-    def __init__(self) -> None:
-        self.lock: ReadWriteLock | None = None
-        self.inside = False
-        self.thread = 0
-        self.transaction: Transaction | None = None
-
-    def end(self) -> None:
-        try:
-            if self.transaction is not None:
-                self.transaction.abort()
-        finally:
-            self.inside = False
-            self.transaction = None
-            if self.lock is not None:
-                self.lock.left(self)
-
-
-class ReadWriteLock:
-    """A lock that is shared by many guards, or held exclusively by one thread.
-
-    A waiting exclusive thread keeps new threads out, but a thread inside may enter again. The lock refers to its guards
-    weakly, and a thread that asks for exclusive use ends its own: an interrupt may have left one open. Waiting polls:
-    an interrupt cannot leave a plain lock held, unlike a condition.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._guards: dict[int, weakref.ref[TransactionGuard]] = {}
-        self._waiting: set[object] = set()
-
-    def enter(self, guard: TransactionGuard) -> None:
-        guard.lock, guard.thread = self, threading.get_ident()
-        while True:
-            with self._lock:
-                if not self._waiting or any(other.thread == guard.thread for other in self._inside()):
-                    self._guards[id(guard)] = weakref.ref(guard)
-                    guard.inside = True
-                    return
-            time.sleep(_LOOK_SECONDS)
-
-    def left(self, guard: TransactionGuard) -> None:
-        self._guards.pop(id(guard), None)
-
-    def run_alone(self, work: Callable[[], None]) -> None:
-        ticket = object()
-        try:
-            self._waiting.add(ticket)
-            while True:
-                with self._lock:
-                    if not self._others():
-                        work()
-                        return
-                time.sleep(_LOOK_SECONDS)
-        finally:
-            self._waiting.discard(ticket)
-
-    def _inside(self) -> list[TransactionGuard]:
-        known = [reference() for reference in list(self._guards.values())]
-        return [guard for guard in known if guard is not None and guard.inside]
-
-    def _others(self) -> bool:
-        this_thread = threading.get_ident()
-        for guard in self._inside():
-            if guard.thread == this_thread:
-                guard.end()
-        return bool(self._inside())
 
 
 class Snapshot:
-    """A read transaction, which threads may share. Values are private copies."""
+    """A read transaction that threads share. It ends when its last user leaves: a loader may still read. As a context,
+    it leaves at the end; an interrupt just before leaves the environment open, but no thread waits for that. Values are
+    private copies."""
 
-    def __init__(self, tree: Tree) -> None:
+    def __init__(self, tree: Tree, end: Callable[[], None]) -> None:
         self._tree = tree
+        self._end = end
+        self._users = 1
+        self._lock = threading.Lock()
+
+    def enter(self) -> bool:
+        """Use the transaction until :meth:`leave`; False: it has ended."""
+        with self._lock:
+            self._users += bool(self._users)
+            return self._users > 0
+
+    def leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            is_last = not self._users
+        if is_last:
+            self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.leave()
 
     def get(self, table: bytes, key: bytes, allocate: Allocator = aligned) -> memoryview | None:
         """Copy a value, or None; a large one is copied into what `allocate` returns."""

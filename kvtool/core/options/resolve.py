@@ -31,7 +31,6 @@ RESERVED_ENV = (
     "KVTOOL_STEPPER",
     "KVTOOL_DISK_RESERVE",  # these three size the store's map (core/cache)
     "KVTOOL_MAP_LIMIT",
-    "KVTOOL_MAP_START",
 )
 
 O = TypeVar("O", bound=Options)  # noqa: E741
