@@ -130,8 +130,8 @@ class Served:
 
     @property
     def hit_rate(self) -> float | None:
-        asked = self.hits + self.misses
-        return self.hits / asked if asked else None
+        requests = self.hits + self.misses
+        return self.hits / requests if requests else None
 
 
 class ServedLog:
@@ -157,9 +157,9 @@ class ServedLog:
         return Served(*(sum(int(row[at]) for row in rows) for at in range(3)))
 
 
-def combine_scores(one: float, other: float) -> float:
+def combine_scores(score: float, other: float) -> float:
     """Combine two scores or times of use, in seconds since 1970; 0: never used."""
-    low, high = sorted((one, other))
+    low, high = sorted((score, other))
     return high + HALF_LIFE * math.log2(1 + 2 ** ((low - high) / HALF_LIFE)) if low > 0 else high
 
 

@@ -79,11 +79,11 @@ class Batch:
         """
         self._check_open()
         tables.check_layers(chunk_id, info, level, layers, made_here)
-        place = (bytes(chunk_id), level)
-        if place not in self._pending:
-            self._pending[place] = (info, tuple(layers), replace, origin)
+        key = (bytes(chunk_id), level)
+        if key not in self._pending:
+            self._pending[key] = (info, tuple(layers), replace, origin)
             self._pending_bytes += sum(map(len, layers))
-            self.fresh.add(place[0])
+            self.fresh.add(key[0])
         if self._pending_bytes >= self.batch_bytes or time.monotonic() - self._flushed_at > BATCH_SECONDS:
             self.flush()
 
@@ -107,8 +107,8 @@ class Batch:
 
     def take(self, chunk_ids: Set[bytes] | None = None) -> tuple[list[Row], list[RowKey]]:
         """Take chunks, all or only these, out of the buffer: their rows, and the rows that these replace."""
-        places = sorted(place for place in self._pending if chunk_ids is None or place[0] in chunk_ids)
-        chunks = [(*place, *self._pending.pop(place)) for place in places]
+        places = sorted(key for key in self._pending if chunk_ids is None or key[0] in chunk_ids)
+        chunks = [(*key, *self._pending.pop(key)) for key in places]
         self._pending_bytes = sum(len(layer) for _, layers, *_ in self._pending.values() for layer in layers)
         self._flushed_at = time.monotonic()
         rows: list[Row] = []

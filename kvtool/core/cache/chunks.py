@@ -144,17 +144,17 @@ class ChunkReader(StoreConnection):
         Returns header and payload of each, None if it is not stored, or its error. Payloads are private, writable and
         64-byte aligned, in memory of `allocate`, which no other code may write to. `before` is called with each chunk's
         number before its record is read."""
-        asked = [(chunk_id, level, layer) for chunk_id in chunk_ids]
-        wanted = [tables.record_key(*one) for one in asked]
+        names = [(chunk_id, level, layer) for chunk_id in chunk_ids]
+        keys = [tables.record_key(*name) for name in names]
         with self.snapshot() as snapshot:  # each is checked while it is in the core's cache
-            copies = snapshot.copies(tables.RECORDS, wanted, before, allocate)
-            reads = [read_record(*one, data) for one, data in zip(asked, copies, strict=True)]
+            copies = snapshot.copies(tables.RECORDS, keys, before, allocate)
+            reads = [read_record(*name, data) for name, data in zip(names, copies, strict=True)]
         if self.link is not None:
             self.link.complete(reads, chunk_ids, level, layer, before)
         lacking = [number for number, read in enumerate(reads) if read is None] if self.more is not None else []
         if self.more is not None and lacking:
-            found = self.more.read_layer([chunk_ids[number] for number in lacking], level, layer, allocate=allocate)
-            for number, read in zip(lacking, found, strict=True):
+            records = self.more.read_layer([chunk_ids[number] for number in lacking], level, layer, allocate=allocate)
+            for number, read in zip(lacking, records, strict=True):
                 reads[number] = read
         return reads
 

@@ -52,7 +52,7 @@ class DocumentEntry:
         with _reading("document"):
             value = _unpack(data)
             chunks = tuple(ChunkRef(bytes.fromhex(i), int(s), int(e), int(n)) for i, s, e, n in value["chunks"])
-            marks = tuple(Mark(int(start), _place(place)) for start, place in value.get("marks", ()))
+            marks = tuple(Mark(int(start), _place(position)) for start, position in value.get("marks", ()))
             return cls(_text(value["source"]), _text(value["kind"]), _text(value["text"]), chunks, marks)
 
     def place(self, start: int, end: int) -> Place:

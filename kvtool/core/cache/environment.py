@@ -329,7 +329,7 @@ class StoreConnection:
                 raise DamagedError(f"the store at {self.path} has no data", "ingest again to rebuild it")
             try:
                 places = (self.path, generation, generation / "data.mdb")
-                environment = acquire(generation, not all(os.access(place, os.W_OK) for place in places))
+                environment = acquire(generation, not all(os.access(path, os.W_OK) for path in places))
                 break
             except (DamagedError, FileNotFoundError):
                 if attempt == 2 or layout.current_generation(self.path) == generation:

@@ -71,9 +71,9 @@ def chunk_named(text: str, known: Collection[bytes]) -> bytes:
     """Find the one known id that begins with these digits; raises UsageError if none does, or several do."""
     named = chunks_named(text, known)
     if len(named) != 1:
-        what = f"could be any of {len(named)}: give more digits" if named else "is not in the store"
+        problem = f"could be any of {len(named)}: give more digits" if named else "is not in the store"
         hint = f"`kvtool store ls --chunks` lists their ids, of which {FEWEST_DIGITS} digits or more are given"
-        raise UsageError(f"chunk {text!r} {what}", hint)
+        raise UsageError(f"chunk {text!r} {problem}", hint)
     return named[0]
 
 

@@ -66,8 +66,8 @@ def find_damage(store: Store, sample: Fraction) -> Iterator[Damage]:
     for stretch, part in parts:
         yield Damage(f"the {named_part(part)} of a state checkpoint are missing", "checkpoints", stretch.hex())
     yield from _missing_chunks(store)
-    for place, reason in damaged_files(store.path):
-        yield Damage(f"{place} {reason}", BESIDE, os.fsencode(place).hex())
+    for path, reason in damaged_files(store.path):
+        yield Damage(f"{path} {reason}", BESIDE, os.fsencode(path).hex())
 
 
 def _keys_of(store: Store, table: bytes) -> list[bytes]:
@@ -202,9 +202,9 @@ def repair(store: Store, writer: Writer, damages: Iterable[Damage]) -> int:
 
 def _drop_files(root: Path, damages: list[Damage]) -> int:
     wrong = {os.fsdecode(bytes.fromhex(damage.key)) for damage in damages if damage.table == BESIDE}
-    for place, _ in damaged_files(root):
-        if place in wrong:
-            (root / place).unlink(missing_ok=True)
+    for path, _ in damaged_files(root):
+        if path in wrong:
+            (root / path).unlink(missing_ok=True)
     return len(wrong)
 
 
@@ -240,12 +240,12 @@ def _widen(snapshot: Snapshot, deletions: set[RowKey]) -> tuple[set[RowKey], lis
             stale.add(key)
     marked, owned = [], set()
     for key, entry in sound_rows(snapshot, tables.FILES):
-        kept = tuple(s for s in entry.documents if snapshot.has(tables.DOCUMENTS, tables.name_key(s)))
-        kept = tuple(s for s in kept if (tables.DOCUMENTS, tables.name_key(s)) not in deletions)
-        owned |= {tables.name_key(s) for s in kept}
-        if kept != entry.documents or any(tables.name_key(s) in stale for s in kept):
+        documents = tuple(s for s in entry.documents if snapshot.has(tables.DOCUMENTS, tables.name_key(s)))
+        documents = tuple(s for s in documents if (tables.DOCUMENTS, tables.name_key(s)) not in deletions)
+        owned |= {tables.name_key(s) for s in documents}
+        if documents != entry.documents or any(tables.name_key(s) in stale for s in documents):
             deletions.discard((tables.FILES, key))
-            marked.append(replace(entry, documents=kept, settings="", digest=""))
+            marked.append(replace(entry, documents=documents, settings="", digest=""))
     orphans = {key for key in snapshot.keys(tables.DOCUMENTS) if key not in owned}
     return deletions | {(tables.DOCUMENTS, key) for key in orphans}, marked
 

@@ -62,9 +62,11 @@ class StoreReader(ChunkReader, StretchReader):
 
     def unfinished_chunks(self) -> set[bytes]:
         """Ids of the stored chunks of unfinished files that no document refers to. Raises DamagedError."""
-        wanted = {chunk for ids in self.unfinished().values() for chunk in ids}
-        wanted = wanted.intersection(self.chunk_ids()) if wanted else wanted
-        return wanted - {ref.chunk_id for document in self.documents() for ref in document.chunks} if wanted else wanted
+        chunk_ids = {chunk for ids in self.unfinished().values() for chunk in ids}
+        chunk_ids = chunk_ids.intersection(self.chunk_ids()) if chunk_ids else chunk_ids
+        if not chunk_ids:
+            return chunk_ids
+        return chunk_ids - {ref.chunk_id for document in self.documents() for ref in document.chunks}
 
     # ---- notes of use --------------------------------------------------------------------------------------------
 
@@ -150,22 +152,22 @@ class StoreReader(ChunkReader, StretchReader):
     def files_with(self, sources: Iterable[str]) -> list[FileEntry]:
         """Find the files of these documents, by path; a file without documents is its own. They are looked for under a
         document's name and the part before its last or first `#`, then in all files. Raises DamagedError."""
-        found: dict[str, FileEntry] = {}
+        files: dict[str, FileEntry] = {}
         lost: set[str] = set()
         for source in sources:
             paths = dict.fromkeys((source, source.rpartition("#")[0], source.partition("#")[0]))
             entries = (self.file(path) for path in paths if path)
             for entry in entries:
                 if entry is not None and source in (entry.documents or (entry.path,)):
-                    found[entry.path] = entry
+                    files[entry.path] = entry
                     break
             else:
                 lost.add(source)
         if lost:
-            found |= {
+            files |= {
                 entry.path: entry for entry in self.files() if not lost.isdisjoint((entry.path, *entry.documents))
             }
-        return [found[path] for path in sorted(found)]
+        return [files[path] for path in sorted(files)]
 
     def origin_of(self, source: str) -> str:
         """Name the pack, store or signer that a document came from; "" for one that was ingested here."""

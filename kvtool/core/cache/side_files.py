@@ -36,15 +36,15 @@ def tail_of(data: bytes) -> bytes:
 def check_table(path: Path, view: memoryview, status: os.stat_result) -> memoryview:
     """Return the bytes of a mapped table without its tail; hashed once in this process. Raises DamagedError."""
     body = view[:-TAIL_BYTES]
-    known = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-    if known not in _sound:
+    stamp = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    if stamp not in _sound:
         digest = xxhash.xxh3_128()
         covered = view[: len(body) + len(_MAGIC)]
         for at in range(0, len(covered), _AT_ONCE):
             digest.update(covered[at : at + _AT_ONCE])
         if len(view) < TAIL_BYTES or view[len(covered) :] != digest.digest() or covered[len(body) :] != _MAGIC:
             raise DamagedError(f"{path} does not match its digest", "run `kvtool store verify --repair`")
-        _sound.add(known)
+        _sound.add(stamp)
     return body
 
 

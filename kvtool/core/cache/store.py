@@ -93,7 +93,7 @@ def create_if_missing(root: Path) -> None:
         return
     if root.exists() and not root.is_dir():
         raise StoreFormatError(f"{root} is a file, not a store's folder", "name a folder with --store")
-    if any("\ud800" <= one <= "\udfff" for one in str(root)):  # LMDB's binding takes no other names
+    if any("\ud800" <= character <= "\udfff" for character in str(root)):  # LMDB's binding takes no other names
         raise UsageError(f"{str(root)!a} cannot be a store: its name is not UTF-8", "name another folder with --store")
     try:
         layout.make_folder(root)

@@ -52,7 +52,9 @@ class StretchInfo:
         return [*(("rows", layer) for layer in self.rows), *(("state", layer) for layer in self.states)]
 
     def to_bytes(self) -> bytes:
-        row = {name: getattr(self, name) for name in self.__slots__} | {"chunks": [one.hex() for one in self.chunks]}
+        row = {name: getattr(self, name) for name in self.__slots__} | {
+            "chunks": [chunk_id.hex() for chunk_id in self.chunks]
+        }
         return json.dumps(row, sort_keys=True, separators=(",", ":")).encode()
 
     @classmethod
@@ -60,7 +62,7 @@ class StretchInfo:
         try:
             row = json.loads(bytes(data))
             rows, states = (tuple(_within(layer, _MOST_LAYER) for layer in row[name]) for name in ("rows", "states"))
-            chunks = tuple(tables.check_chunk_id(bytes.fromhex(one)) for one in row["chunks"])
+            chunks = tuple(tables.check_chunk_id(bytes.fromhex(chunk_id)) for chunk_id in row["chunks"])
             start, tokens, size = (_within(row[name], _MOST_COUNT) for name in ("start", "tokens", "size"))
             dtype, device = row["arithmetic"]
             if dtype not in NUMBER_FORMATS or device not in DEVICE_KINDS:
@@ -185,6 +187,6 @@ def left_over(snapshot: Snapshot) -> list[RowKey]:
 
 def missing_parts(snapshot: Snapshot) -> Iterator[tuple[bytes, Place]]:
     for stretch, info in _described(snapshot):
-        for place in info.places:
-            if not snapshot.has(tables.STRETCHES, part_key(stretch, place)):
-                yield stretch, place
+        for key in info.places:
+            if not snapshot.has(tables.STRETCHES, part_key(stretch, key)):
+                yield stretch, key

@@ -70,21 +70,21 @@ class Snapshot:
     ) -> Iterator[memoryview | DamagedError | None]:
         """Yield copies of many values: each is looked up once, and read ahead while others are copied if it is not in
         memory. `before` is called with the number of each before it is copied."""
-        found = [self._found(table + key) for key in keys]
+        entries = [self._found(table + key) for key in keys]
         waited: list[int] = []
 
         def copied(number: int) -> memoryview | DamagedError | None:
             def waits() -> None:
                 if not waited:  # from here on the kernel reads all the others, too
-                    self._will_need(found[number + 1 :])
+                    self._will_need(entries[number + 1 :])
                 waited.append(number)
 
-            place = found[number]
-            if place is None or isinstance(place, DamagedError):
-                return place
+            entry = entries[number]
+            if entry is None or isinstance(entry, DamagedError):
+                return entry
             before(number)
             try:
-                return self._tree.value(place, allocate, waits)
+                return self._tree.value(entry, allocate, waits)
             except DamagedError as error:
                 return error
 
@@ -97,10 +97,10 @@ class Snapshot:
             return error
 
     def _will_need(self, found: Sequence[Found | DamagedError | None]) -> None:
-        for place in found:
-            if isinstance(place, tuple):
+        for entry in found:
+            if isinstance(entry, tuple):
                 with contextlib.suppress(DamagedError):
-                    self._tree.will_need(place)
+                    self._tree.will_need(entry)
 
     def has(self, table: bytes, key: bytes) -> bool:
         return self._tree.find(table + key) is not None

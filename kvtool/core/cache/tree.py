@@ -116,11 +116,11 @@ class Tree:
 
     def get(self, key: bytes, most: int | None = None, allocate: Allocator = aligned) -> memoryview | None:
         """Return a private, writable copy of a value, or of its first `most` bytes; None: no such key."""
-        found = self.find(key)
-        if found is None:
+        entry = self.find(key)
+        if entry is None:
             return None
-        size = _size_of(found)
-        return self._value(*found, size if most is None else min(most, size), allocate)
+        size = _size_of(entry)
+        return self._value(*entry, size if most is None else min(most, size), allocate)
 
     def find(self, key: bytes) -> Found | None:
         return _found(self._leaf_of(key), key)
@@ -130,16 +130,16 @@ class Tree:
 
     def last(self, key: bytes, most: int) -> bytes | None:
         """Return the last `most` bytes of a value; None: no such key."""
-        found = self.find(key)
-        if found is None:
+        entry = self.find(key)
+        if entry is None:
             return None
-        leaf, at = found
+        leaf, at = entry
         start, size, big = leaf.values[at]
-        wanted = min(most, size)
+        length = min(most, size)
         if not big:
-            return leaf.data[start + size - wanted : start + size]
+            return leaf.data[start + size - length : start + size]
         begins = self.page_of(leaf, at) * self.meta.page_size + _BIG_HEADER_BYTES
-        return self._file.read(begins + size - wanted, wanted)
+        return self._file.read(begins + size - length, length)
 
     def _value(
         self, leaf: Leaf, at: int, wanted: int, allocate: Allocator = aligned, waits: Callable[[], None] | None = None
@@ -191,9 +191,9 @@ class Tree:
 
     def touch(self, key: bytes) -> None:
         """Check every page that LMDB may meet when it puts or deletes a key: the way down, and its neighbours."""
-        found = _found(self._leaf_of(key, neighbours=True), key)
-        if found is not None and found[0].values[found[1]][2]:
-            self.pages_of(*found)
+        entry = _found(self._leaf_of(key, neighbours=True), key)
+        if entry is not None and entry[0].values[entry[1]][2]:
+            self.pages_of(*entry)
 
     def _leaf_of(self, key: bytes, neighbours: bool = False) -> Leaf | None:
         """Walk down to the leaf that may have a key; `neighbours`: read the pages next to those on the way, too."""
@@ -250,12 +250,12 @@ class Tree:
         last = 0
         for _, _, leaf in self.pages(0):
             for at, (_, size, _) in enumerate(leaf.values if isinstance(leaf, Leaf) else ()):
-                wanted = size if full else min(size, NUMBER.size)
+                length = size if full else min(size, NUMBER.size)
                 freed = NUMBER.unpack(leaf.keys[at])[0] if len(leaf.keys[at]) == NUMBER.size else _NO_PAGE
                 if not last < freed <= self.meta.transaction:
                     raise DamagedError("the list of free pages is damaged")
                 last = freed
-                data = self._value(leaf, at, wanted)  # type: ignore[arg-type]
+                data = self._value(leaf, at, length)  # type: ignore[arg-type]
                 count = NUMBER.unpack_from(data)[0] if len(data) >= NUMBER.size else _NO_PAGE
                 if (count + 1) * NUMBER.size > size:
                     raise DamagedError("the list of free pages is damaged")
@@ -265,17 +265,17 @@ class Tree:
     # ---- pages ----
 
     def _node(self, page: int, low: bytes, high: bytes | None) -> Branch | Leaf:
-        known = self._branches.get(page) or self._leaves.get(page)
-        if known is None:
-            known = self._parse(page)
-            kept, most = (self._branches, _BRANCHES) if isinstance(known, Branch) else (self._leaves, _LEAVES)
-            if len(kept) >= most:
-                kept.clear()
-            kept[page] = known  # type: ignore[assignment]
-        keys, first = known.keys, int(isinstance(known, Branch))  # a branch's first key says nothing
+        node = self._branches.get(page) or self._leaves.get(page)
+        if node is None:
+            node = self._parse(page)
+            nodes, most = (self._branches, _BRANCHES) if isinstance(node, Branch) else (self._leaves, _LEAVES)
+            if len(nodes) >= most:
+                nodes.clear()
+            nodes[page] = node  # type: ignore[assignment]
+        keys, first = node.keys, int(isinstance(node, Branch))  # a branch's first key says nothing
         if len(keys) > first and (keys[first] < low or (high is not None and keys[-1] >= high)):
             raise DamagedError(f"page {page} of the index does not hold the keys that its parent says")
-        return known
+        return node
 
     def _parse(self, page: int, ordered: bool = True) -> Branch | Leaf:
         self._check_inside(page)
@@ -378,7 +378,7 @@ def _damaged_tree(tree: Tree, number: int, used: bytearray) -> Iterator[str]:
         branches += isinstance(node, Branch)
         if isinstance(node, Leaf):
             leaves, keys = leaves + 1, keys + len(node.keys)
-        values = [tree.pages_of(*found) for found in _large_values(node)]  # first page and number of pages of each
+        values = [tree.pages_of(*pages) for pages in _large_values(node)]  # first page and number of pages of each
         beside += sum(pages for _, pages in values)
         for at, pages in [(page, 1), *values]:
             if any(used[at : at + pages]):
@@ -387,5 +387,5 @@ def _damaged_tree(tree: Tree, number: int, used: bytearray) -> Iterator[str]:
     counted = tree.meta.counts[number]
     seen = Counts(deepest, branches, leaves, beside, keys)
     if counted != seen:
-        what = "data" if number else "free pages"
-        yield f"the index of {what} has {seen}; counted are {counted}"
+        content = "data" if number else "free pages"
+        yield f"the index of {content} has {seen}; counted are {counted}"

@@ -61,8 +61,8 @@ class Writer(Batch):
         self.drop_stretches([stretch], left=not self._tidied)
         self._tidied = True
         rows: list[Row] = []
-        for place, payload in parts:
-            rows.append(part_row(stretch, place, payload))
+        for key, payload in parts:
+            rows.append(part_row(stretch, key, payload))
             if sum(len(value) for *_, value in rows) >= BATCH_BYTES:
                 self.commit(rows)
                 rows = []
@@ -163,11 +163,11 @@ class Writer(Batch):
         deletions: list[RowKey] = []
         for entry in self.store.files_with(gone):
             self.documents.loosen(entry.path)
-            kept = tuple(source for source in entry.documents if source not in gone)
-            if kept != entry.documents or (entry.path in gone and not entry.documents):
+            documents = tuple(source for source in entry.documents if source not in gone)
+            if documents != entry.documents or (entry.path in gone and not entry.documents):
                 deletions += [(tables.DOCUMENTS, tables.name_key(name)) for name in entry.documents if name in gone]
-                if kept:
-                    rows.append(file_row(replace(entry, documents=kept)))
+                if documents:
+                    rows.append(file_row(replace(entry, documents=documents)))
                 else:
                     deletions.append((tables.FILES, tables.name_key(entry.path)))
         if deletions:
@@ -204,7 +204,9 @@ class Writer(Batch):
         uses, aside = take_log(self.store.path)
         before, scores = self.store.folded_uses(), self.store.folded_warmth()
         newer = {chunk_id: when for chunk_id, when in latest(uses).items() if when > before.get(chunk_id, -1)}
-        warmer = {chunk: round(combine_scores(scores.get(chunk, 0), one)) for chunk, one in lrfu_scores(uses).items()}
+        warmer = {
+            chunk: round(combine_scores(scores.get(chunk, 0), score)) for chunk, score in lrfu_scores(uses).items()
+        }
         times = {tables.USED: newer, tables.WARM: warmer}
         rows = [(table, key, tables.seal_number(key, when)) for table, of in times.items() for key, when in of.items()]
         if rows:

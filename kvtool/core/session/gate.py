@@ -104,7 +104,7 @@ def check_invariants(
     arithmetic = str(decoder.loaded.arithmetic)
     if decoder.keeps_states:  # no number is rounded to the store's format here
         allowed, turns = TOLERANCE[decoder.dtype], TURNS[decoder.dtype]
-        off = _least(lambda turn: _prefix_error(decoder, prefix, _turned(chunks, turn), question), allowed, turns)
+        off = _least(lambda shift: _prefix_error(decoder, prefix, _turned(chunks, shift), question), allowed, turns)
         check = ConformanceCheck(3, "a question after a stored beginning", off, allowed, arithmetic)
         return ConformanceResult(fingerprint, (check,))
     bench = _Prompts(decoder, prefix, chunks, question)
@@ -117,9 +117,9 @@ def check_invariants(
 
     all_of = len(chunks)
     checks = [
-        check_of(1, "blend 100 %", logits, lambda turn: bench.distance(Blend(ratio=1.0), all_of, turn)),
-        check_of(1, "epic, all tokens", logits, lambda turn: bench.distance(Epic(everything), all_of, turn)),
-        check_of(3, "one chunk after its lead-in", logits, lambda turn: bench.distance(Reuse(), 1, turn)),
+        check_of(1, "blend 100 %", logits, lambda shift: bench.distance(Blend(ratio=1.0), all_of, shift)),
+        check_of(1, "epic, all tokens", logits, lambda shift: bench.distance(Epic(everything), all_of, shift)),
+        check_of(3, "one chunk after its lead-in", logits, lambda shift: bench.distance(Reuse(), 1, shift)),
         check_of(4, f"keys moved by {SHIFT}", keys, bench.shifted),
         ConformanceCheck(7, "lossless levels", bench.lossless(), 0.0, arithmetic),
     ]
@@ -131,18 +131,18 @@ def _roughest(by_dtype: dict[torch.dtype, _Number], decoder: Decoder, *others: t
     return max(by_dtype[dtype] for dtype in (own, decoder.kv_dtype, *others))
 
 
-def _turned(chunks: Sequence[Ids], turn: int) -> list[Ids]:
-    return [chunks[(index + turn) % len(chunks)] for index in range(len(chunks))]
+def _turned(chunks: Sequence[Ids], shift: int) -> list[Ids]:
+    return [chunks[(index + shift) % len(chunks)] for index in range(len(chunks))]
 
 
 def _least(measure: Callable[[int], float], allowed: float, turns: int) -> float:
     """Measure until a difference is allowed; return it, else the smallest of all turns."""
-    found = float("inf")
+    least = float("inf")
     for turn in range(turns):
-        found = min(found, measure(turn))
-        if found <= allowed:
+        least = min(least, measure(turn))
+        if least <= allowed:
             break
-    return found
+    return least
 
 
 def _distance(reference: torch.Tensor, other: torch.Tensor) -> float:
@@ -162,9 +162,9 @@ class _Prompts:
         kvs = [prefill_chunks(decoder, lead_in, [PrefillItem(ids)])[0] for ids in chunks]
         self._kv = _by_id(decoder, prefix, kvs)
 
-    def distance(self, selector: Selector, count: int, turn: int = 0) -> float:
+    def distance(self, selector: Selector, count: int, shift: int = 0) -> float:
         """Compare a mode's logits with full prefill, over a prompt of `count` chunks from number `turn` on."""
-        order = [(index + turn) % len(self._chunks) for index in range(count)]
+        order = [(index + shift) % len(self._chunks) for index in range(count)]
         chunks = {b"%d" % number: self._chunks[number] for number in order}
         plan = _plan(self._prefix, chunks, self._question, ids_digest(self._prefix))
         fused = fuse(self._decoder, plan, selector, MemorySource(self._kv))
@@ -175,9 +175,9 @@ class _Prompts:
             self._references[ids], _ = self._decoder.prefill(ids)
         return self._references[ids]
 
-    def shifted(self, turn: int = 0) -> float:
+    def shifted(self, shift: int = 0) -> float:
         """Compare stored keys, rotated to positions `SHIFT` later, with a prefill at shifted position ids."""
-        decoder, number = self._decoder, turn % len(self._chunks)
+        decoder, number = self._decoder, shift % len(self._chunks)
         ids = [*self._prefix, *self._chunks[number]]
         cache = decoder.new_cache(len(ids))
         cache.set_length(len(ids))
@@ -194,21 +194,21 @@ class _Prompts:
 
     def lossless(self) -> float:
         kv = self._kv[b"0"]
-        own = kv.layers[0]
+        layer = kv.layers[0]
         for codec in (CODECS[level] for level in exact()):
-            data = b"".join(codec.encode_layers([own])[0])
-            item = Encoded(bytearray(data), shape_of_layer(own), NAMES[kv.dtype])
+            data = b"".join(codec.encode_layers([layer])[0])
+            item = Encoded(bytearray(data), shape_of_layer(layer), NAMES[kv.dtype])
             sides = codec.decode([item])[0]
-            if not all(torch.equal(a, b) for a, b in zip(sides, own, strict=True)):
+            if not all(torch.equal(a, b) for a, b in zip(sides, layer, strict=True)):
                 return 1.0
         return 0.0
 
 
 def _by_id(decoder: Decoder, prefix: Ids, kvs: Sequence[ChunkKV]) -> dict[bytes, ChunkKV]:
-    found = {b"%d" % number: kv for number, kv in enumerate(kvs)}
+    stored = {b"%d" % number: kv for number, kv in enumerate(kvs)}
     if prefix:
-        found[b"prefix"] = prefill_chunks(decoder, LeadIn(decoder, ()), [PrefillItem(prefix)])[0]
-    return found
+        stored[b"prefix"] = prefill_chunks(decoder, LeadIn(decoder, ()), [PrefillItem(prefix)])[0]
+    return stored
 
 
 def _plan(prefix: Ids, chunks: dict[bytes, Ids], question: Ids, lead_in: bytes = b"") -> Plan:
@@ -225,16 +225,18 @@ def _prefix_error(decoder: Decoder, prefix: Ids, chunks: Sequence[Ids], question
     full, _ = decoder.prefill(plan.ids)
     names = tuple(b"%d" % number for number in range(len(plan.segments) - 1))
     first = fuse_prefix(decoder, plan, Prefix(), StoredPrefix(names, (None,) * len(names)), _nothing)
-    stored = {(one.id, place): encode_part(tensors) for one in first.new for place, tensors in one.parts.items()}
+    stored = {(part.id, key): encode_part(tensors) for part in first.new for key, tensors in part.parts.items()}
 
-    def read(stretch: bytes, place: Place) -> memoryview:
-        return memoryview(bytearray(stored[stretch, place]))
+    def read(stretch: bytes, key: Place) -> memoryview:
+        return memoryview(bytearray(stored[stretch, key]))
 
-    again = fuse_prefix(decoder, plan, Prefix(), StoredPrefix(names, tuple(one.info for one in first.new)), read)
+    again = fuse_prefix(
+        decoder, plan, Prefix(), StoredPrefix(names, tuple(stretch.info for stretch in first.new)), read
+    )
     return _distance(full, again.fused.logits)
 
 
-def _nothing(stretch: bytes, place: Place) -> memoryview:
+def _nothing(stretch: bytes, key: Place) -> memoryview:
     raise AssertionError("nothing is stored yet")
 
 
@@ -249,24 +251,24 @@ def cross_dtype_records(
 ) -> ConformanceResult:
     """Add to a result the loss of these chunks' records of other arithmetics, unless it has it; store the result."""
 
-    def check(made: Arithmetic, allowed: float) -> Compared | None:
-        chunks = [*islice(_chunks_of(store, identity, made, chunk_ids, decoder), MAX_CHUNKS)]
-        return _compare_records(decoder, identity, made, chunks, allowed) if chunks else None
+    def check(maker: Arithmetic, allowed: float) -> Compared | None:
+        chunks = [*islice(_chunks_of(store, identity, maker, chunk_ids, decoder), MAX_CHUNKS)]
+        return _compare_records(decoder, identity, maker, chunks, allowed) if chunks else None
 
     return _add_cross_dtype(store, decoder, result, store.arithmetics(chunk_ids), check)
 
 
 def cross_dtype_prefix(
-    store: Store, decoder: Decoder, result: ConformanceResult, segments: Sequence[Ids], found: StoredPrefix
+    store: Store, decoder: Decoder, result: ConformanceResult, segments: Sequence[Ids], prefix: StoredPrefix
 ) -> ConformanceResult:
     """Add to a result the loss of a prompt's stored prefix of other arithmetics, unless it has it; store the result."""
 
     def check(made: Arithmetic, allowed: float) -> Compared | None:
-        count = _made_prefix(segments, found, made)
-        some, read = found.first(count), store.read_part
+        count = _made_prefix(segments, prefix, made)
+        some, read = prefix.first(count), store.read_part
         return compare_prefix(decoder, segments[:count], some, made, read, allowed) if count else None
 
-    makers = (info.arithmetic for info in found.infos[: found.usable] if info)
+    makers = (info.arithmetic for info in prefix.infos[: prefix.usable] if info)
     return _add_cross_dtype(store, decoder, result, makers, check)
 
 
@@ -278,27 +280,27 @@ def _add_cross_dtype(
     check: Callable[[Arithmetic, float], Compared | None],
 ) -> ConformanceResult:
     """Add the loss of each of these makers that the result lacks, as `check` measures it; store it if any was added."""
-    own, found = decoder.loaded.arithmetic, result
+    own, outcome = decoder.loaded.arithmetic, result
     for made in sorted({maker for maker in makers if maker not in (None, own)}):
         if made in result.compared:
             continue
         measured = check(made, _roughest(TOLERANCE, decoder, getattr(torch, made.dtype)))
         if measured is not None:
-            others = found.cross_dtype_loss | {str(made): measured[1]}
-            found = replace(found, checks=(*found.checks, measured[0]), cross_dtype_loss=others)
-    if found is not result:
-        _keep(store, decoder, found)
-    return found
+            others = outcome.cross_dtype_loss | {str(made): measured[1]}
+            outcome = replace(outcome, checks=(*outcome.checks, measured[0]), cross_dtype_loss=others)
+    if outcome is not result:
+        _keep(store, decoder, outcome)
+    return outcome
 
 
 def _chunks_of(
-    store: Store, identity: StoreIdentity, made: Arithmetic, chunk_ids: Sequence[bytes], decoder: Decoder
+    store: Store, identity: StoreIdentity, maker: Arithmetic, chunk_ids: Sequence[bytes], decoder: Decoder
 ) -> Iterator[Chunk]:
     for chunk_id in chunk_ids:
         with contextlib.suppress(DamagedError):
             info, level = store.chunk_info(chunk_id), exact_level(store, chunk_id)
             # A chunk after another lead-in (`neighbour`, or an earlier one of the store) cannot be made again here.
-            if info and level and (info.arithmetic, info.lead_in) == (made, identity.lead_in.digest()):
+            if info and level and (info.arithmetic, info.lead_in) == (maker, identity.lead_in.digest()):
                 shapes = [stored_shape(shape, len(info.token_ids)) for shape in decoder.shapes]
                 kv = read_chunk(store, chunk_id, level, len(shapes), shapes=shapes)
                 cut = ([side[:, :MAX_TOKENS] for side in sides] for sides in (kv.keys, kv.values))
@@ -306,15 +308,15 @@ def _chunks_of(
 
 
 def _compare_records(
-    decoder: Decoder, identity: StoreIdentity, made: Arithmetic, chunks: Sequence[Chunk], allowed: float
+    decoder: Decoder, identity: StoreIdentity, maker: Arithmetic, chunks: Sequence[Chunk], allowed: float
 ) -> Compared:
     """Compare records made in `made` with this decoder's own records of the same chunks. The prompt is these chunks,
     none of them recomputed, and the model copies their first tokens."""
     lead_in = LeadIn(decoder, identity.lead_in.ids)
-    own = [prefill_chunks(decoder, lead_in, [PrefillItem(ids)])[0] for ids, _ in chunks]
+    computed = [prefill_chunks(decoder, lead_in, [PrefillItem(ids)])[0] for ids, _ in chunks]
     ids, theirs = zip(*chunks, strict=True)
-    reference, other = (_copied_from(decoder, identity.prefix, ids, kvs) for kvs in (own, theirs))
-    return _compared(decoder, f"records made in {made}", reference, other, allowed)
+    reference, other = (_copied_from(decoder, identity.prefix, ids, kvs) for kvs in (computed, theirs))
+    return _compared(decoder, f"records made in {maker}", reference, other, allowed)
 
 
 def _copied_from(decoder: Decoder, prefix: Ids, chunks: Sequence[Ids], kvs: Sequence[ChunkKV]) -> torch.Tensor:
@@ -324,17 +326,17 @@ def _copied_from(decoder: Decoder, prefix: Ids, chunks: Sequence[Ids], kvs: Sequ
     return copy_log_probs(decoder, fused.logits, fused.cache, script)
 
 
-def _made_prefix(segments: Sequence[Ids], found: StoredPrefix, made: Arithmetic) -> int:
+def _made_prefix(segments: Sequence[Ids], prefix: StoredPrefix, maker: Arithmetic) -> int:
     """Count the segments of a stored prefix to compare: they end with a state, and this arithmetic has made some. They
     have `_MAX_PREFIX_TOKENS` at most, unless the first such state is later; 0: it has made none."""
-    infos, tokens = found.infos[: found.usable], list(accumulate(map(len, segments)))
-    first = next((number for number, info in enumerate(infos, 1) if info and info.arithmetic == made), len(infos) + 1)
+    infos, tokens = prefix.infos[: prefix.usable], list(accumulate(map(len, segments)))
+    first = next((number for number, info in enumerate(infos, 1) if info and info.arithmetic == maker), len(infos) + 1)
     ends = [number for number, info in enumerate(infos, 1) if number >= first and info and info.states]
     return max((end for end in ends if tokens[end - 1] <= _MAX_PREFIX_TOKENS), default=ends[0] if ends else 0)
 
 
 def compare_prefix(
-    decoder: Decoder, segments: Sequence[Ids], found: StoredPrefix, made: Arithmetic, read: ReadPart, allowed: float
+    decoder: Decoder, segments: Sequence[Ids], stored: StoredPrefix, maker: Arithmetic, read: ReadPart, allowed: float
 ) -> Compared | None:
     """Compare a stored prefix of a prompt with this decoder's own one; None if it is damaged. `segments`: token ids of
     the prefix, the prompt's instruction first. `allowed`: the largest difference of logits that rounding explains."""
@@ -343,21 +345,25 @@ def compare_prefix(
     prefix, *chunks = segments
     first, script = copy_task([ids for ids in segments if ids])
     plan = build_plan(Candidate(prefix), [Candidate(ids) for ids in chunks], (first,))
-    fused = fuse_prefix(decoder, plan, Prefix(), found, read, len(script)).fused
+    fused = fuse_prefix(decoder, plan, Prefix(), stored, read, len(script)).fused
     if fused.tokens.fresh > 1:
         return None
     logits, cache = decoder.prefill(plan.ids, len(script))
-    own = copy_log_probs(decoder, logits, cache, script)
+    log_probs = copy_log_probs(decoder, logits, cache, script)
     return _compared(
-        decoder, f"states made in {made}", own, copy_log_probs(decoder, fused.logits, fused.cache, script), allowed
+        decoder,
+        f"states made in {maker}",
+        log_probs,
+        copy_log_probs(decoder, fused.logits, fused.cache, script),
+        allowed,
     )
 
 
-def _compared(decoder: Decoder, name: str, own: torch.Tensor, theirs: torch.Tensor, allowed: float) -> Compared:
+def _compared(decoder: Decoder, name: str, computed: torch.Tensor, theirs: torch.Tensor, allowed: float) -> Compared:
     """Compare log-probabilities over another arithmetic's KV with those over this one's own: the check, and the loss,
     which is the KL divergence in nats, the mean over tokens; infinity for a number that is not finite."""
-    loss = float(F.kl_div(theirs, own, reduction="none", log_target=True).sum(-1).mean())
-    check = ConformanceCheck(6, name, _distance(own, theirs), allowed, str(decoder.loaded.arithmetic))
+    loss = float(F.kl_div(theirs, computed, reduction="none", log_target=True).sum(-1).mean())
+    check = ConformanceCheck(6, name, _distance(computed, theirs), allowed, str(decoder.loaded.arithmetic))
     return check, loss if loss == loss else float("inf")
 
 

@@ -169,9 +169,9 @@ def other_lead_in_ids(identity: StoreIdentity, tokenizer: Any) -> Ids:
     follow their own text (`warm`, a file) that is the plain prefix; else the warm one."""
     from kvtool.core.model.prompt import PromptParts, lead_in_ids
 
-    own, parts = identity.lead_in, PromptParts(identity.prefix, identity.answer_header)
+    lead_in, parts = identity.lead_in, PromptParts(identity.prefix, identity.answer_header)
     plain, warm = (lead_in_ids(mode, tokenizer, parts) for mode in ("prefix", "warm"))
-    return plain if own.mode != NEIGHBOUR and len(own.ids) > len(plain) else warm
+    return plain if lead_in.mode != NEIGHBOUR and len(lead_in.ids) > len(plain) else warm
 
 
 def model_files(identity: StoreIdentity, wanted: ModelOptions, made_by: Origin = HERE) -> ModelFiles:
@@ -190,8 +190,8 @@ def resolve_named(asked: str | None, stored: str, made_by: Origin, offline: bool
     try:
         return resolve(stored, offline=True, once=once)
     except ModelError as error:
-        what = f"the model {stored}, which {made_by.name} names, is not on this machine"
-        raise ModelError(what, f"if you want it, say so: --model {shlex.quote(stored)}") from error
+        problem = f"the model {stored}, which {made_by.name} names, is not on this machine"
+        raise ModelError(problem, f"if you want it, say so: --model {shlex.quote(stored)}") from error
 
 
 def check_same_model(files: ModelFiles, known: StoreIdentity) -> None:
@@ -228,8 +228,8 @@ class MeasuredLosses:
 
     def of(self, chunk_id: bytes, levels: Iterable[str]) -> dict[str, float]:
         measured = {level for rows in self._rows.values() for level in rows}.union(self._alone)
-        found = {level: self._loss(chunk_id, level) for level in measured.intersection(levels)}
-        return {level: loss for level, loss in found.items() if loss is not None}
+        losses = {level: self._loss(chunk_id, level) for level in measured.intersection(levels)}
+        return {level: loss for level, loss in losses.items() if loss is not None}
 
     def _loss(self, chunk_id: bytes, level: str) -> float | None:
         if not level_of(level).profiled:
@@ -245,9 +245,9 @@ class MeasuredLosses:
         lost: dict[str, float] = {}
         for chunk in self._store.chunk_ids() if self._rows or self._alone else ():
             stored = lossy(self._store.levels(chunk))
-            own = self.of(chunk, stored)
+            level_losses = self.of(chunk, stored)
             for level in stored:
-                lost[level] = max(lost.get(level, 0.0), own.get(level, math.inf))
+                lost[level] = max(lost.get(level, 0.0), level_losses.get(level, math.inf))
         return {level: lost[level] for level in lossy(lost) if lost[level] < math.inf}
 
 
@@ -281,15 +281,15 @@ class ProfileCache:
     def __call__(self, digest: bytes) -> Profile:
         from kvtool.core.codec.profile import Profile, digest_of
 
-        found = self._read.get(digest)
-        if found is None:
+        profile = self._read.get(digest)
+        if profile is None:
             data = self._store.profile(digest)
             if data is None or digest_of(data) != digest:
                 raise DamagedError(
                     f"the codec profile {digest.hex()} is not in the store", "make it anew with `kvtool compress --fit`"
                 )
-            found = self._read[digest] = Profile.from_bytes(data)
-        return found
+            profile = self._read[digest] = Profile.from_bytes(data)
+        return profile
 
     def current(self) -> Profile | None:
         """Profile of new records; None before the first `compress`. Raises DamagedError if it is lost."""
@@ -332,8 +332,8 @@ class ConformanceResult:
 
     @property
     def compared(self) -> set[Arithmetic]:
-        known = (Arithmetic(*names) for names in product(NUMBER_FORMATS, DEVICE_KINDS))
-        return {one for one in known if str(one) in self.cross_dtype_loss}
+        arithmetics = (Arithmetic(*names) for names in product(NUMBER_FORMATS, DEVICE_KINDS))
+        return {arithmetic for arithmetic in arithmetics if str(arithmetic) in self.cross_dtype_loss}
 
     def to_json(self) -> dict[str, Any]:
         rows = [asdict(check) | {"passed": check.passed} for check in self.checks]
@@ -374,16 +374,19 @@ def stored_result(store: Store, model: str, arithmetic: Arithmetic) -> Conforman
 
 def known_result(store: Store, model: str) -> ConformanceResult | None:
     """Merge the stored results of a model in all arithmetics; None before the first."""
-    found = [
+    results = [
         result
         for names in product(NUMBER_FORMATS, DEVICE_KINDS)
         if (result := stored_result(store, model, Arithmetic(*names))) is not None
     ]
-    if not found:
+    if not results:
         return None
-    losses = [one.cross_dtype_loss for one in found]
-    worst = {made: max(row.get(made, 0.0) for row in losses) for made in sorted({*chain.from_iterable(losses)})}
-    return ConformanceResult(model, tuple(check for one in found for check in one.checks), worst)
+    losses = [result.cross_dtype_loss for result in results]
+    worst = {
+        arithmetic: max(row.get(arithmetic, 0.0) for row in losses)
+        for arithmetic in sorted({*chain.from_iterable(losses)})
+    }
+    return ConformanceResult(model, tuple(check for result in results for check in result.checks), worst)
 
 
 def keep_result(store: Store, result: ConformanceResult, arithmetic: Arithmetic) -> None:

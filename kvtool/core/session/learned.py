@@ -120,9 +120,11 @@ class LearnedStore:
             if not self.store.manifest():
                 writer.set_manifest(self.identity.to_manifest())
             self._make_room(writer, self._decoder.kv_bytes(len(chunk.ids)))
-        (made,) = make(self._decoder, self._lead_in(), [chunk])  # other answers go on meanwhile: no writer waits
+        (prefilled,) = make(self._decoder, self._lead_in(), [chunk])  # other answers go on meanwhile: no writer waits
         with self.store.writer(_LOCK_WAIT, self._budget) as writer:
-            writer.put_chunk(made.chunk_id, made.info, made.level, made.layers, replace=True, origin=HERE)
+            writer.put_chunk(
+                prefilled.chunk_id, prefilled.info, prefilled.level, prefilled.layers, replace=True, origin=HERE
+            )
             ref = ChunkRef(chunk.chunk_id, 0, len(text), len(chunk.ids))
             document = DocumentEntry(source, "text", text, (ref,))
             writer.commit_file(FileEntry(source, len(text), 0, "", "", (source,)), [document])
@@ -137,17 +139,17 @@ class LearnedStore:
         """Evict the least recently used passages until so many bytes fit into the budget. Raises NoSpaceError."""
         if _SPARE * need > (_SPARE - 1) * self._budget:
             raise NoSpaceError(f"a passage has {megabytes(need)} of KV", "start with a larger --learn-budget")
-        room = self._budget - folder_bytes(self.store.path) + self.store.environment.free_bytes()
+        free_bytes = self._budget - folder_bytes(self.store.path) + self.store.environment.free_bytes()
         spare = self._budget // _SPARE if need else 0
-        if room - spare < need:
+        if free_bytes - spare < need:
             scores, evicted = self.store.warmth(), set[bytes]()
             for chunk_id, when in self.store.added().items():
                 scores[chunk_id] = max(scores.get(chunk_id, 0.0), when)
             for chunk_id in sorted(self.store.ids_here(), key=lambda chunk_id: (scores.get(chunk_id, 0.0), chunk_id)):
-                if room - 2 * spare >= need:
+                if free_bytes - 2 * spare >= need:
                     break
                 evicted.add(chunk_id)
-                room += sum(self.store.sizes_here(chunk_id).values())
+                free_bytes += sum(self.store.sizes_here(chunk_id).values())
             self._drop(writer, evicted)
         if folder_bytes(self.store.path) > self._budget:  # which is smaller now than at an earlier start
             writer.compact()

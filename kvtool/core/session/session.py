@@ -251,14 +251,14 @@ class Session:
             if result is None:
                 return False
             state.conformance = result
-        own, makers = {None, arithmetic}, self.store.arithmetics(chunk_ids)
-        if not self.identity.keeps_states and not own.union(state.conformance.compared).issuperset(makers):
+        expected, makers = {None, arithmetic}, self.store.arithmetics(chunk_ids)
+        if not self.identity.keeps_states and not expected.union(state.conformance.compared).issuperset(makers):
             from kvtool.core.session.gate import cross_dtype_records
 
             measured = state.conformance
             state.conformance = cross_dtype_records(self.store, self.decoder, self.identity, measured, chunk_ids)
         state.conformance.enforce()
-        return own.union(state.conformance.compared).issuperset(makers)
+        return expected.union(state.conformance.compared).issuperset(makers)
 
     def check_prefix(self, segments: Sequence[Ids], found: StoredPrefix) -> None:
         """Compare a prompt's stored prefix of another arithmetic with this one's own, at its first use. `segments`:

@@ -66,10 +66,10 @@ class SpeedBook:
 
     def _measure(self, levels: Sequence[str], own: Sequence[bytes]) -> None:
         named = ["from memory" if level == MEMORY else f"level {level}" for level in levels]
-        what = "computes and loads" if self._passes is None else "loads " + ", ".join(named)
+        work = "computes and loads" if self._passes is None else "loads " + ", ".join(named)
         busy = is_busy()
         self._say(
-            f"measuring how fast this machine {what}, " + ("for now: it is busy" if busy else "once for this model")
+            f"measuring how fast this machine {work}, " + ("for now: it is busy" if busy else "once for this model")
         )
         stored = [level for level in levels if level != MEMORY]
         samples = find_samples(self._store, self._decoder.stored_layers, stored, own)
@@ -94,14 +94,14 @@ class SpeedBook:
 
 def recalled(store: Store, fingerprint: str, device: str, dtype: str, layers: int) -> Speeds | None:
     """Read a model's speeds on this machine, without loading it; None if not measured."""
-    found = _stored_speeds(store, fingerprint, machine_of(device, dtype))
-    return None if found is None else _on(device, *found, layers)
+    speeds = _stored_speeds(store, fingerprint, machine_of(device, dtype))
+    return None if speeds is None else _on(device, *speeds, layers)
 
 
 def _stored_speeds(store: Store, fingerprint: str, machine: str) -> tuple[PassSpeed, dict[str, LoadSpeed]] | None:
     try:
         row = _machines(store, fingerprint)[machine]
-        loads = {str(level): read_numbers(LoadSpeed, one) for level, one in row["loads"].items()}
+        loads = {str(level): read_numbers(LoadSpeed, speed) for level, speed in row["loads"].items()}
         return read_numbers(PassSpeed, row["pass"]), loads
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
@@ -136,19 +136,22 @@ def find_samples(store: Store, layers: int, levels: Sequence[str], own: Sequence
     """Choose chunks that are stored at each of these levels, in an order independent of the ingest's."""
     others = sorted(set(store.chunk_ids()) - set(own))
     random.Random(0).shuffle(others)
-    found: dict[str, list[Candidate]] = {level: [] for level in levels}
+    candidates: dict[str, list[Candidate]] = {level: [] for level in levels}
     for chunk in (*others[:_LOOKED_AT], *own):
-        wanted = [level for level in levels if len(found[level]) < _WANTED]
-        if not wanted:
+        lacking = [level for level in levels if len(candidates[level]) < _WANTED]
+        if not lacking:
             break
         try:
             info = store.chunk_info(chunk)
         except DamagedError:
             continue
         if info is not None and info.layers == layers:
-            for level in set(wanted) & set(store.levels(chunk)):
-                found[level].append(Candidate(info.token_ids, chunk, level=level))
-    return {level: [one for one in with_stored_rows(store, chunks) if one.level] for level, chunks in found.items()}
+            for level in set(lacking) & set(store.levels(chunk)):
+                candidates[level].append(Candidate(info.token_ids, chunk, level=level))
+    return {
+        level: [chunk for chunk in with_stored_rows(store, chunks) if chunk.level]
+        for level, chunks in candidates.items()
+    }
 
 
 def measure_pass(decoder: Decoder) -> PassSpeed:
