@@ -16,7 +16,7 @@ from kvtool.core.errors import UsageError
 PHASES = {
     "model_download": "downloading the model, once",
     "model_hash": "hashing the model's files, once",
-    "model_unpack": "unpacking the model from its GGUF file, once",
+    "model_unpack": "reading the model's GGUF file, once",
     "model_files": "reading the model's settings and tokenizer",
     "model_load": "loading the model",
     "lead_in": "computing the lead-in of the chunks",
