@@ -199,8 +199,7 @@ class Tools:
         options["top_k"] = self._count("top_k", top_k, self._options.top_k, 1)
         options["source"] = tuple(source or self._options.source)
         if stream is not None:
-            with self._cache._lent():  # the model is loaded, which takes long
-                stream("")
+            stream("")  # raises where the call was cancelled while it waited
         reply = self._cache.query(question, chunks=chunks or (), documents=documents or (), stream=stream, **options)
         return Answer(
             answer=reply.answer,
