@@ -51,10 +51,11 @@ their computation. Families in *italics* are the text models of vision models.
 | layers | modes | families |
 | --- | --- | --- |"""
 _PATHS = f"""
-## What machine code computes on a CPU
+## What kvtool computes itself
 
-On a CPU with AVX2, in float32, machine code computes the layers of a prompt, decoding, and the attention of \
-{QUESTION_ROWS} rows over {PROMPT:,} tokens. The exceptions are computed by the model's own modules or torch. \
+kvtool computes the layers of a prompt itself, on a CPU and on a GPU, and decodes in machine code on a CPU. The \
+exceptions below are computed by the model's own modules, or by torch. They are those of a CPU with AVX2 in float32; \
+"attention" is that of {QUESTION_ROWS} rows over {PROMPT:,} tokens. "layers" holds for a GPU, too. \
 `kvtool query --explain` reports the same for your model.
 
 | exception | reason | families |
