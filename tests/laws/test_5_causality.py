@@ -57,7 +57,7 @@ def test_another_last_chunk_changes_no_earlier_row(case: Case, name: str) -> Non
     """The rows that a mode recomputes at its last layer, fixed: which ones they are may depend on all chunks."""
     selector = SELECTORS[name]()
     plan = case.plan(lead_in=BOS)
-    by_content = selector.narrowing(plan, 4) or selector.asked(plan, 4) or not selector.uses_cache
+    by_content = selector.narrowing(plan, 4) or selector.ranking_layers(plan, 4) or not selector.uses_cache
     held = Fixed(case.fuse(plan, selector).recomputed) if by_content else selector
     holds(case, CHUNKS, [*CHUNKS[:-1], OTHER_CHUNK], held, QUESTION)
 

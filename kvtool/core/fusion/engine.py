@@ -1,5 +1,6 @@
-"""Fuse cached segments into one prompt cache: one pass over the rows of all segments while the cache is loaded. A
-selector, which is a fusion mode, chooses the rows to recompute. Further chunks can extend a fused prompt."""
+"""Fuse cached segments into one prompt cache. A selector, which is a fusion mode, chooses the rows to recompute: a mode
+that ranks rows by the question's attention runs the question first, over the cache as it is loaded. Then one pass
+computes the chosen rows and the fresh ones. Further chunks can extend a fused prompt."""
 
 from __future__ import annotations
 
@@ -11,10 +12,11 @@ from dataclasses import astuple, dataclass, replace
 import torch
 
 from kvtool.core.common.timeline import Timeline, add_span
-from kvtool.core.fusion.held_pass import HeldPass
-from kvtool.core.fusion.layerwise_selection import LayerwiseSelection, question_attention
+from kvtool.core.fusion.graph_pass import GraphPass
 from kvtool.core.fusion.loader import Loader, open_loader
 from kvtool.core.fusion.plan import Candidate, Plan, Segment, as_resident, extend_plan
+from kvtool.core.fusion.question_pass import question_attention
+from kvtool.core.fusion.recompute_pass import RecomputePass
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.shift import Shift, Shifted
 from kvtool.core.fusion.source import KVSource, RecordMissing
@@ -126,24 +128,24 @@ def fuse_into(
             segment for segment in selector.reads(plan, decoder.stored_layers) if segment.kept == segment.source.kept
         ]
         loader = stack.enter_context(open_loader(decoder, segments, cache, source, timeline, patience=patience))
-        held_pass = HeldPass.of(decoder, plan, cache, loader)
-        rows, done, asking_s = _first_rows(decoder, plan, selector, cache, loader, held_pass, timeline)
+        graph_pass = GraphPass.of(decoder, plan, cache, loader)
+        rows, done, asking_s = _first_rows(decoder, plan, selector, cache, loader, graph_pass, timeline)
         shift = Shift(decoder, plan, cache, loader, selector.shift)
-        selection = LayerwiseSelection(decoder, plan, selector, cache, loader, rows, cached, shift, timeline)
-        logits = _computed(decoder, plan, cache, rows, selection, held_pass, shift)
-        selection.end()
+        recompute = RecomputePass(decoder, plan, selector, cache, loader, rows, cached, shift, timeline)
+        logits = _computed(decoder, plan, cache, rows, recompute, graph_pass, shift)
+        recompute.end()
     if logits.is_cuda:  # the caller reads them next in any case; so times are those of the work, not of its launch
         torch.cuda.current_stream(logits.device).synchronize()
     total = time.perf_counter() - started
     recomputed = torch.zeros(plan.length, dtype=torch.bool)
-    recomputed[selection.rows.order] = True
+    recomputed[recompute.rows.order] = True
     recomputed &= cached
     return Fused(
         logits=logits,
         cache=cache,
         plan=plan,
-        tokens=_count(plan, cached, recomputed, [count + done for count in selection.computed]),
-        timing=_timing(loader, selection.select_s + asking_s, selection.shift_s, total),
+        tokens=_count(plan, cached, recomputed, [count + done for count in recompute.computed]),
+        timing=_timing(loader, recompute.select_s + asking_s, recompute.shift_s, total),
         bytes_read=loader.stats.bytes_read,
         recomputed=recomputed,
         reasons=selector.reasons(plan, recomputed),
@@ -157,17 +159,17 @@ def _first_rows(
     selector: Selector,
     cache: PromptCache,
     loader: Loader,
-    held_pass: HeldPass | None,
+    graph_pass: GraphPass | None,
     timeline: Timeline | None,
 ) -> tuple[QueryRows, int, float]:
     """Choose the first layer's rows, by the question's attention if the selector ranks by that. Returns also the number
     of rows that the question's own pass has computed before, the holes; and its seconds."""
     started, cached = time.perf_counter(), plan.mask("hit", "exact")
-    layers = selector.asked(plan, decoder.stored_layers)
+    layers = selector.ranking_layers(plan, decoder.stored_layers)
     if not layers:
         chosen = selector.rows(plan) & cached if selector.uses_cache else cached
         return _rows(decoder, plan, chosen | plan.mask("miss", "fresh")), 0, 0.0
-    by_graph = None if held_pass is None else held_pass.attention
+    by_graph = None if graph_pass is None else graph_pass.attention
     attention = question_attention(decoder, plan, cache, loader, layers, selector.pooling, by_graph)
     chosen = selector.rows(plan, attention) & cached
     asking = add_span(timeline, "question attention", started) - loader.waited_s
@@ -183,19 +185,19 @@ def _computed(
     plan: Plan,
     cache: PromptCache,
     rows: QueryRows,
-    selection: LayerwiseSelection,
-    held_pass: HeldPass | None,
+    recompute: RecomputePass,
+    graph_pass: GraphPass | None,
     shift: Shift,
 ) -> torch.Tensor:
     """Compute rows, by a graph if nothing is to be loaded; return the logits of the prompt's last token."""
     ids = plan.ids
     tokens = [ids[row] for row in rows.order]
-    logits = None if held_pass is None or selection.narrows else held_pass.logits(tokens, rows, shift)
+    logits = None if graph_pass is None or recompute.narrows else graph_pass.logits(tokens, rows, shift)
     if logits is not None:
-        selection.skip(decoder.stored_layers)
+        recompute.skip(decoder.stored_layers)
         return logits
     at = plan.positions[rows.order].to(decoder.device) if plan.dropped else None
-    return decoder.compute(tokens, rows, cache, position_ids=at, on_layer=selection)[-1]
+    return decoder.compute(tokens, rows, cache, position_ids=at, on_layer=recompute)[-1]
 
 
 def _count(plan: Plan, cached: torch.Tensor, recomputed: torch.Tensor, computed: list[int]) -> TokenCounts:
@@ -254,7 +256,7 @@ def _computed_throughout(plan: Plan, selector: Selector, layers: int) -> torch.T
     cached = plan.mask("hit", "exact")
     if not selector.uses_cache:
         return cached
-    if selector.asked(plan, layers):  # the question's attention will choose among the stored rows
+    if selector.ranking_layers(plan, layers):  # the question's attention will choose among the stored rows
         return torch.zeros_like(cached)
     rows = selector.rows(plan) & cached
     stay = min(selector.narrowing(plan, layers).values(), default=plan.length)

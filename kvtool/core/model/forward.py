@@ -97,7 +97,7 @@ class Forward:
                 hidden, heads = hidden.index_select(0, chosen), heads.of(chosen)
                 positions, table = positions[chosen], table[chosen]
                 angles = self.stack.rotary.angles(table, number)
-            on_layer.load(number, len(hidden))
+            on_layer.before_write(number, len(hidden))
             if job.cache is None:
                 queries, keys, values = layer.rotate(heads, angles)
                 if on_layer.collect(number, keys, values):

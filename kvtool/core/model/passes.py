@@ -27,7 +27,7 @@ class OnLayer:
         the device, ascending."""
         raise NotImplementedError
 
-    def load(self, layer: int, rows: int) -> None:
+    def before_write(self, layer: int, rows: int) -> None:
         """Called before so many rows of a layer are written to the cache."""
 
     def written(self, layer: int) -> None:
@@ -67,7 +67,7 @@ class Pass:
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> KV:
         """Write a layer's rows to the cache; return the keys and values to attend to."""
-        self.on_layer.load(layer, keys.shape[2])
+        self.on_layer.before_write(layer, keys.shape[2])
         if self.cache is None:
             return keys, values
         buffer = self.cache.buffers[layer]

@@ -15,7 +15,7 @@ from unittest import mock
 from kvtool.core.cache.store import Store
 from kvtool.core.fusion import loader
 from kvtool.core.fusion.engine import fuse
-from kvtool.core.fusion.held_pass import HeldPass
+from kvtool.core.fusion.graph_pass import GraphPass
 from kvtool.core.fusion.selectors import REFERENCE, selector_for
 from kvtool.core.fusion.source import ChunkCache, StoreSource, held_on
 from kvtool.core.model.decoder import Decoder
@@ -69,7 +69,7 @@ def _measured(day: Day, shape: str, context: int, level: str) -> dict[str, Any]:
         measured, about = Measured(prompt, samples, facts), About(Architecture.of(decoder), machine, decoder)
         rows = {row["fusion"]: row for row in rows_of(measured, about, chosen)}
         held = {mode: _held(decoder, store, prompt, mode, repeat) for mode in chosen}
-        with mock.patch.object(HeldPass, "of", return_value=None):
+        with mock.patch.object(GraphPass, "of", return_value=None):
             launched = {mode: _held(decoder, store, prompt, mode, repeat) for mode in chosen}
         store.close()
         cold = {mode: _cold(decoder, path, prompt, mode, min(repeat, 3)) for mode in chosen}

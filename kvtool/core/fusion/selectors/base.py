@@ -15,7 +15,7 @@ from kvtool.core.fusion.plan import Plan, Segment
 if TYPE_CHECKING:
     from kvtool.core.fusion.cost import Cost, PromptRows
 
-Pooling = Literal["rows", "last", "both"]  # see fusion/layerwise_selection.py
+Pooling = Literal["rows", "last", "both"]  # see fusion/question_pass.py
 
 
 def share_of(share: float, context: int) -> int:
@@ -58,8 +58,8 @@ class Selector(ABC):
         """True if reused rows are shifted as recomputed ones of their chunk change (fusion/shift.py)."""
         return False
 
-    def asked(self, plan: Plan, layers: int) -> range:
-        """Return the layers whose question attention (fusion/layerwise_selection.py) ranks the rows; empty for none."""
+    def ranking_layers(self, plan: Plan, layers: int) -> range:
+        """Return the layers whose question attention (fusion/question_pass.py) ranks the rows; empty for none."""
         return range(0)
 
     def rows(self, plan: Plan, attention: torch.Tensor | None = None) -> torch.Tensor:
@@ -71,7 +71,7 @@ class Selector(ABC):
         """List the segments that are read: those with a row that is reused, or ranked before its recompute."""
         if not self.uses_cache:
             return []
-        if self.asked(plan, layers) or self.narrowing(plan, layers):
+        if self.ranking_layers(plan, layers) or self.narrowing(plan, layers):
             return plan.cached
         rows = self.rows(plan)
         return [segment for segment in plan.cached if not rows[segment.start : segment.stop].all()]

@@ -34,7 +34,7 @@ class Infoflow(Selector):
             return Cost(reads=("leading", "exact"), computes=("hit",))
         return Cost(after=rows)
 
-    def asked(self, plan: Plan, layers: int) -> range:
+    def ranking_layers(self, plan: Plan, layers: int) -> range:
         ranks = 0 < self.ratio < 1 and bool(plan.hit_rows().any())
         return range(min(int(self.from_depth * layers), layers - 1), layers) if ranks else range(0)
 

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from kvtool.core.fusion.layerwise_selection import QuestionWatch
 from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.plan import Plan
+from kvtool.core.fusion.question_pass import QuestionWatch
 from kvtool.core.fusion.selectors.base import Pooling
 from kvtool.core.fusion.shift import Probes, Shift, ShiftSteps
 from kvtool.core.model.attention import QueryRows
@@ -30,7 +30,7 @@ _CHUNKS = (8, 32, 128)
 T = TypeVar("T")
 
 
-class HeldPass:
+class GraphPass:
     """The passes over a prompt whose reused rows are in its cache, on a GPU; rows after it have numbers (zeros)."""
 
     def __init__(self, decoder: Decoder, cache: PromptCache) -> None:
@@ -38,7 +38,7 @@ class HeldPass:
         self._capacity = cache.buffers[0].keys.shape[2]
 
     @classmethod
-    def of(cls, decoder: Decoder, plan: Plan, cache: PromptCache, loader: Loader) -> HeldPass | None:
+    def of(cls, decoder: Decoder, plan: Plan, cache: PromptCache, loader: Loader) -> GraphPass | None:
         """Returns None if layers are still to be loaded, or some tokens of the prompt have no rows."""
         if not decoder.passes.captures or not loader.is_placed or plan.dropped:
             return None
@@ -112,7 +112,7 @@ class _Shifting(OnLayer):
         self._steps = steps
         self.squares: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def load(self, layer: int, rows: int) -> None:
+    def before_write(self, layer: int, rows: int) -> None:
         self._steps.keep(layer)
 
     def written(self, layer: int) -> None:

@@ -1,21 +1,18 @@
-"""Layer-wise selection of recomputed rows by their deviation, or by the question's attention."""
+"""The question's own pass, for modes that rank rows by its attention: over the cache as it is loaded."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import pad
 
-from kvtool.core.common.timeline import Timeline, add_span
 from kvtool.core.fusion.cost import MOST_ASKING
 from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.plan import Plan
-from kvtool.core.fusion.selectors.base import Pooling, Selector
-from kvtool.core.fusion.shift import Shift
+from kvtool.core.fusion.selectors.base import Pooling
 from kvtool.core.kernels.attention.eager import mean_weights
 from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.model.attention import QueryRows
@@ -29,85 +26,7 @@ if TYPE_CHECKING:
 _BLOCK = 64  # rows whose weights exist at a time: memory grows with the prompt's length, not with its square
 
 # Of tokens, their rows, how many of these are asked, layers, pooling, and whether the pass ends with the layers.
-HeldAttention = Callable[[list[int], QueryRows, int, range, Pooling, bool], torch.Tensor | None]
-
-
-class LayerwiseSelection(OnLayer):
-    """The rows of one pass: waits for each layer's records, drops rows at the layers that a selector names, and shifts
-    reused ones. `rows`: of the current layer; `computed`: number of rows, by layer."""
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        plan: Plan,
-        selector: Selector,
-        cache: PromptCache,
-        loader: Loader,
-        rows: QueryRows,
-        cached: torch.Tensor,
-        shift: Shift,
-        timeline: Timeline | None = None,
-    ) -> None:
-        self.narrows = selector.narrowing(plan, decoder.stored_layers)
-        self.rows = rows
-        self.computed: list[int] = []
-        self.select_s = self.shift_s = 0.0
-        self._decoder, self._selector, self._cache, self._loader = decoder, selector, cache, loader
-        self._cached, self._shift = cached, shift
-        self._shifting(shift.follow, rows)
-        self._timeline = timeline
-        self._since = time.perf_counter()
-
-    def load(self, layer: int, rows: int) -> None:
-        self._note_span(f"compute to layer {layer}", rows)
-        self._loader.wait(layer, self._decoder.pause)
-        self.computed.append(rows)
-        self._shifting(self._shift.before, layer)
-        self._since = time.perf_counter()
-
-    def written(self, layer: int) -> None:
-        self._shifting(self._shift.after, layer)
-
-    def _shifting(self, step: Callable[..., None], *given: Any) -> None:
-        started = time.perf_counter()
-        step(*given)
-        self.shift_s += time.perf_counter() - started
-
-    def skip(self, layers: int) -> None:
-        self.computed = [len(self.rows)] * layers
-
-    def end(self) -> None:
-        self._note_span("compute to logits", self.computed[-1])
-
-    def _note_span(self, name: str, rows: int) -> None:
-        add_span(self._timeline, name, self._since, rows=rows)
-
-    def choose(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, QueryRows]:
-        """Keep all rows that are not cached, and those with the highest scores."""
-        self._loader.wait(layer, self._decoder.pause)
-        started = time.perf_counter()
-        buffer = self._cache.buffers[layer]
-        # Only the scores need the device, which is waited for once.
-        order = torch.tensor(self.rows.order)
-        reused = self._cached[order]
-        among = reused.nonzero()[:, 0]
-        again = among.to(keys.device, non_blocking=True)
-        where = self.rows.places[again]
-        new = keys[:, :, again], values[:, :, again]
-        old = buffer.keys[:, :, where], buffer.values[:, :, where]
-        worth = self._selector.worth(new, old)
-        top = worth.topk(min(self.narrows[layer], len(among))).indices.cpu()
-        keep = ~reused
-        keep[among[top]] = True
-        dropped = (~keep)[among].nonzero()[:, 0].to(keys.device, non_blocking=True)
-        buffer.scatter(where[dropped], *(side[:, :, dropped] for side in new))
-        chosen = keep.nonzero()[:, 0]
-        self.rows = QueryRows.of(order[chosen], self._decoder.device, self.rows.position_ids)
-        self.select_s += add_span(self._timeline, "select", started, layer=layer)
-        refreshed = torch.zeros_like(self._cached)
-        refreshed[order[~keep]] = True
-        self._shifting(self._shift.follow, self.rows, refreshed)
-        return chosen.to(keys.device, non_blocking=True), self.rows
+GraphAttention = Callable[[list[int], QueryRows, int, range, Pooling, bool], torch.Tensor | None]
 
 
 class QuestionWatch(OnLayer):
@@ -134,7 +53,7 @@ class QuestionWatch(OnLayer):
     def mean(self) -> torch.Tensor:
         return self._total / len(self._layers)
 
-    def load(self, layer: int, rows: int) -> None:
+    def before_write(self, layer: int, rows: int) -> None:
         self._wait(layer)
 
     def attend(
@@ -164,18 +83,18 @@ def question_attention(
     loader: Loader,
     layers: range,
     pooling: Pooling = "rows",
-    captured: HeldAttention | None = None,
+    by_graph: GraphAttention | None = None,
 ) -> torch.Tensor:
     """Measure the question's attention to the whole prompt, over reused rows at their true positions: float32
     `[plan.length]`, the mean over `layers`. Of a question longer than `MOST_ASKING` tokens only the end is computed;
     places after it are 0. `pooling` of rows: L2 norm (`rows`, InfoFlow KV), the `last` row, which predicts the answer's
-    first token, or the geometric mean of `both`. `held`: computes the same of a prompt that has to load nothing."""
+    first token, or the geometric mean of `both`. `by_graph`: computes the same on a GPU, where nothing is to be loaded."""
     length, plan = plan.length, plan.with_question_end(MOST_ASKING)
     rows = QueryRows.of(plan.mask("miss", "fresh").nonzero()[:, 0], decoder.device, plan.position_ids)
     ends = not bool(plan.mask("miss").any())
     count, ids = len(plan.segments[-1].ids), plan.ids
     tokens = [ids[row] for row in rows.order]
-    mean = None if captured is None else captured(tokens, rows, count, layers, pooling, ends)
+    mean = None if by_graph is None else by_graph(tokens, rows, count, layers, pooling, ends)
     if mean is None:
         wait = partial(loader.wait, meanwhile=decoder.pause)
         watch = QuestionWatch(rows, count, layers, plan.length, pooling, ends, wait=wait)
