@@ -88,7 +88,7 @@ def question_attention(
     """Measure the question's attention to the whole prompt, over reused rows at their true positions: float32
     `[plan.length]`, the mean over `layers`. Of a question longer than `MOST_ASKING` tokens only the end is computed;
     places after it are 0. `pooling` of rows: L2 norm (`rows`, InfoFlow KV), the `last` row, which predicts the answer's
-    first token, or the geometric mean of `both`. `by_graph`: computes the same on a GPU, where nothing is to be loaded."""
+    first token, or the geometric mean of `both`. `by_graph`: computes the same where nothing is to be loaded."""
     length, plan = plan.length, plan.with_question_end(MOST_ASKING)
     rows = QueryRows.of(plan.mask("miss", "fresh").nonzero()[:, 0], decoder.device, plan.position_ids)
     ends = not bool(plan.mask("miss").any())
