@@ -52,7 +52,7 @@ LINES = {
     "fusion": 2963,
     "ingest": 2788,
     "kernels": 4514,
-    "model": 4938,
+    "model": 4942,
     "native": 1575,
     "options": 623,
     "pack": 609,
@@ -68,8 +68,8 @@ LINES = {
     "upkeep": 1305,
     "vllm": 1170,
 }
-PRODUCT_LINES = 68_992
-TEST_LINES = 64_217
+PRODUCT_LINES = 68_996
+TEST_LINES = 64_218
 
 
 def room_of(parts: tuple[str, ...]) -> str:

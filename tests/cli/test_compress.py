@@ -226,7 +226,7 @@ def test_who_makes_a_level_that_questions_pass_over_is_told(fitted: Path, monkey
     fixed_losses(monkeypatch)
     said = kvtool("compress", "--store", fitted, "--level", "2", "3").fine().err
     assert said.count("that questions allow") == 1
-    assert "`--level 3` or `--max-loss 0.02` reads it" in said
+    assert "`--level 3` or `--set load.max_loss=0.02` reads it" in said
 
 
 def test_jsonl(plain: Path) -> None:

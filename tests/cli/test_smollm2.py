@@ -22,15 +22,16 @@ FILES = ("places/kellhaven-observatory.md", "people/ilse-varnholt.md", "work/ull
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """kvtool as installed, on a store of its own."""
     monkeypatch.setenv("KVTOOL_STORE", str(tmp_path / "store"))
-    command = Path(sys.executable).with_name("kvtool")
+    command, folder = Path(sys.executable).with_name("kvtool"), tmp_path / "in"
+    folder.mkdir()
 
     def kvtool(*args: str, code: int = 0) -> str:
-        done = subprocess.run([command, *args], capture_output=True, text=True, encoding="utf-8", cwd=tmp_path)
+        done = subprocess.run([command, *args], capture_output=True, text=True, encoding="utf-8", cwd=folder)
         assert done.returncode == code, done.stderr
         return done.stdout
 
     for name in FILES:
-        shutil.copy(CORPUS / name, tmp_path)
+        shutil.copy(CORPUS / name, folder)
     return kvtool
 
 

@@ -46,7 +46,7 @@ def check(interpreter: ProcessPoolExecutor, items: Sequence[Encoded], level: str
     for ours, pair in zip(pairs, CODECS[level].decode(items, 0, shelf(of)), strict=True):
         for mine, side in zip(ours, pair, strict=True):
             assert mine.dtype == side.dtype
-            assert relative(mine, side) < (1e-6 if side.dtype == torch.float32 else 0.003)
+            assert relative(mine, side) < (1e-6 if side.dtype == torch.float32 else 0.004)
 
 
 def outlying(tokens: int) -> KV:

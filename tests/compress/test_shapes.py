@@ -57,7 +57,7 @@ def assert_within(path: Path, chunk: str, level: str) -> None:
         for one, other, stated in zip(*sides, coded[chunk, layer].errors, strict=True):
             assert one.shape == other.shape
             off = float((other.double() - one.double()).norm() / one.double().norm())
-            assert 0 < off <= stated * (1 + 1e-6) < 1  # it is stated in 32 bits
+            assert 0 < off <= stated * (1 + 1e-5) < 1  # it is stated in 32 bits
 
 
 def test_every_level_loses_what_it_states(stored: Path) -> None:

@@ -253,6 +253,8 @@ class _Reader:
             return (first, second), (None, None)
         if have == (False, True, False, True):
             return (None, None), (second, last)
+        if have == (True, False, True, False):
+            return (first, third), (None, None)
         raise UnsupportedArchitecture(f"{type(layer).__name__} has norms in other places")
 
     def _head_norms(self, attention: Any) -> tuple[NormSpec, NormSpec] | None:

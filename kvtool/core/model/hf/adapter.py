@@ -34,7 +34,9 @@ class HfForward:
         if stack.shares:  # given a tensor of rows, the model does not cut its own inputs
             keep = min(keep, len(job.ids))
             rows = torch.arange(len(job.ids) - keep, len(job.ids), device=stack.device)
-        head = stack.model.get_output_embeddings().register_forward_pre_hook(partial(_last_rows, job, keep))
+        head = stack.model.get_output_embeddings().register_forward_pre_hook(
+            partial(_last_rows, job, keep), prepend=True
+        )
         try:
             out = self._run(stack.model, job, keep if stack.shares else None, logits_to_keep=rows)
         finally:
