@@ -57,7 +57,7 @@ def test_a_lost_or_broken_verdict_is_found_anew(store: Path) -> None:
             verdict.unlink()
         else:
             verdict.write_text(content)
-        kvtool("inspect", "gate", "--store", store).failed(1, "not met")
+        kvtool("inspect", "gate", "--store", store).failed(1, "not been checked")
         kvtool("query", QUESTION, "--store", store, *SHORT).fine()
         kvtool("inspect", "gate", "--store", store).fine()
 
