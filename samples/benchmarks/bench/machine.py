@@ -114,14 +114,14 @@ def fused_work(fused: Fused, selector: Selector, windows: Windows) -> list[Work]
     Rows are those counted by the engine, layer by layer. Where a mode drops rows from one layer to the next, those of
     the layers between the first and the last choice are taken to see as many keys as the reusable rows on average.
     """
-    layers = selector.ranking_layers(fused.plan, len(fused.tokens.rows))
+    ranking = selector.ranking_layers(fused.plan, len(fused.tokens.rows))
     fresh = _positions(~fused.plan.mask("hit", "exact"))
     layers = zip(fused.tokens.rows, windows, strict=True)
     main = tuple(_layer_work(rows, fresh, fused, window) for rows, window in layers)
-    if not layers or not selector.uses_cache:
+    if not ranking or not selector.uses_cache:
         return [main]
     # It ends with the last layer's queries and keys, which are left out here; a hole is computed to the end.
-    whole = len(fused.tokens.rows) if bool(fused.plan.mask("miss").any()) else layers.stop - 1
+    whole = len(fused.tokens.rows) if bool(fused.plan.mask("miss").any()) else ranking.stop - 1
     return [tuple(LayerWork(len(fresh), keys_seen(fresh, window)) for window in windows[:whole]), main]
 
 
