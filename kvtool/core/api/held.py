@@ -38,7 +38,7 @@ def warn_user(text: str, hint: str) -> None:
 
 
 def alone(source: type[Options] = Options) -> Callable[[Method], Method]:
-    """Run a method in one thread at a time, on an open cache: hooks into the model are shared, and a store must not be
+    """Run a method in one thread at a time, on an open cache: passes of a model take turns, and a store must not be
     closed under another thread. Notebooks are shown the options of `source` as keywords."""
 
     def decorate(method: Method) -> Method:

@@ -123,7 +123,7 @@ class StoreState:
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Session:
     """A store with its model. Only `state` changes, by :meth:`refresh` and by measuring. Threads may share a session:
-    one that runs the model holds `lock`, since selectors hook into the model. `memory_cache`: bytes of loaded chunks
+    one that runs the model holds `lock`. `memory_cache`: bytes of loaded chunks
     that stay in memory; None: none stay. `recent_chunks`: chunks that win ties of score; None: none do. `say`: reports
     that speeds are about to be measured, which takes seconds. `timeline`: None: nothing is timed."""
 
