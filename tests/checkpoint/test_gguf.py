@@ -29,6 +29,7 @@ from kvtool.core.checkpoint.load import load_model, load_tokenizer
 from kvtool.core.checkpoint.support import context_limit
 from kvtool.core.errors import KvtoolError, ModelError, NoSpaceError
 from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.spec import relative_error
 from kvtool.core.model.tokens import encode
 from kvtool.core.session.gate import check_invariants
 from tests.checkpoint.gguf_files import write_gguf
@@ -339,12 +340,12 @@ def test_a_file_is_its_model(name: str, tmp_path: Path) -> None:
     model = written(tmp_path / "x.gguf", IN_GGUF[name])
     files = resolve(str(tmp_path / "x.gguf"))
     loaded = load_model(files, device="cpu", dtype="float32", packed=True)
-    ids = torch.arange(5, 130)[None]
+    decoder, ids = Decoder(loaded), list(range(5, 130))
     with torch.inference_mode():
-        wanted = model(ids).logits
-        assert torch.allclose(loaded.model(ids).logits, wanted, atol=1e-4)
-    assert wanted.std() > 0.5
-    assert check_invariants(Decoder(loaded), "", PREFIX, CHUNKS[:2]).passed
+        expected = model(torch.tensor([ids])).logits[0]
+    assert relative_error(decoder.prefill(ids)[0], expected[-1]) < 5e-3  # whose weights are rounded to bfloat16
+    assert expected.std() > 0.5
+    assert check_invariants(decoder, "", PREFIX, CHUNKS[:2]).passed
     assert {"q4_k", "q5_k", "q6_k"} & set(loaded.weights.split(", "))
 
 

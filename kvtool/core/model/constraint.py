@@ -116,9 +116,10 @@ class Constraint:
 
 @lru_cache(maxsize=2)
 def _vocabulary(tokenizer: Any, size: int) -> Any:
-    from llguidance.hf import from_tokenizer
+    from llguidance import LLTokenizer
 
     try:
-        return from_tokenizer(tokenizer, n_vocab=size)
+        whole = tokenizer.backend_tokenizer.to_str()
+        return LLTokenizer(whole, n_vocab=size, eos_token=tokenizer.eos_token_id)
     except ValueError as error:
         raise UsageError(f"this model's answers cannot be held to a schema: {error}", "ask without one") from error

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 
+from kvtool.core.checkpoint.dense import DenseModel
 from kvtool.core.checkpoint.load import Loaded, plain_attention
 from kvtool.core.common.collecting import quiet
 from kvtool.core.common.machine import is_out_of_memory
@@ -23,7 +23,7 @@ from kvtool.core.model.hf.adapter import HfForward
 from kvtool.core.model.hf.attention import IMPLEMENTATION
 from kvtool.core.model.passes import NOTHING, OnLayer, Pass
 from kvtool.core.model.prompt_cache import PromptCache
-from kvtool.core.model.spec import ModelSpec, UnsupportedArchitecture, check_trial, read_model_spec
+from kvtool.core.model.spec import ModelSpec, UnsupportedArchitecture, read_model_spec
 from kvtool.core.model.stack import DecoderStack
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 _PIECE = 512  # rows that are appended to a cache at once
 _OTHERWISE = "the model keeps its state in a way of its own; that would need a layer of the prompt cache for it"
-_TRIED = 8  # tokens that both forwards compute before ours is taken
 
 
 class Decoder(DecoderStack):
@@ -44,14 +43,16 @@ class Decoder(DecoderStack):
 
     @cached_property
     def passes(self) -> Forward | HfForward:
-        """The forward that computes all passes. Ours serves a model if its first layers, one of each kind among them,
-        give what the model's own forward gives."""
+        """The forward that computes all passes. Ours serves a model of transformers if it passes the self-check."""
+        from kvtool.core.model.hf.check import check_forward
+
         try:
             if self.keeps_states:
                 raise UnsupportedArchitecture("the model keeps states")
             forward = self._forward()
-            with self.pausing(None):
-                self._try(forward)
+            if not isinstance(self.model, DenseModel):
+                with self.pausing(None):
+                    check_forward(self, forward, self)
             return forward
         except UnsupportedArchitecture as error:
             return HfForward(self, str(error))
@@ -66,35 +67,6 @@ class Decoder(DecoderStack):
         except (AttributeError, ValueError, RuntimeError, TypeError) as error:  # modules that only look known
             raise UnsupportedArchitecture(str(error)) from error
         return Forward(self, layers, ends, captures=on_gpu)
-
-    @torch.inference_mode()
-    def _try(self, forward: Forward) -> None:
-        kinds = [layer.likeness for layer in self.spec.layers]
-        count = 1 + max(map(kinds.index, kinds))
-        ids = self.device_ids([number * (self.spec.vocabulary // _TRIED) for number in range(_TRIED)])
-        rows = QueryRows.of(torch.arange(_TRIED), self.device)
-        caches = self._filled_cache(_TRIED), self._filled_cache(_TRIED)
-        ours, theirs = (Pass(ids, rows, rows.places, cache) for cache in caches)
-        outputs: list[torch.Tensor] = []  # of the layers: the last norm hides a factor of theirs
-        hook = self.base.norm.register_forward_pre_hook(lambda module, given: outputs.append(given[0][0, -1:]))
-        whole = self.base.layers
-        self.base.layers = whole[:count]
-        try:
-            expected = HfForward(self, "").logits(theirs, 1)
-        finally:
-            self.base.layers = whole
-            hook.remove()
-        try:
-            output = replace(forward, layers=forward.layers[:count]).hidden(ours, 1)
-            assert output is not None
-            check_trial(output, outputs[0], self.dtype, count)
-            check_trial(forward.ends.logits(output), expected, self.dtype, count)
-        except (AttributeError, ValueError, RuntimeError, TypeError) as error:
-            raise UnsupportedArchitecture(str(error)) from error
-        for number, (buffer, other) in enumerate(zip(*(cache.buffers for cache in caches), strict=True)):
-            if number < count:
-                for side, expected in zip(buffer.view(), other.view(), strict=True):
-                    check_trial(side, expected, self.dtype, number + 1)
 
     def _check_states(self) -> None:
         from kvtool.core.model.hf.states import StateCache, StateLayer  # of transformers
@@ -157,7 +129,7 @@ class Decoder(DecoderStack):
     @torch.inference_mode()
     def prefill_stored(self, ids: Sequence[int]) -> PromptCache:
         """Prefill what a store keeps, or what is before it (`Pass.exact`)."""
-        cache, rows = self._filled_cache(len(ids)), QueryRows.of(torch.arange(len(ids)), self.device)
+        cache, rows = self.filled_cache(len(ids)), QueryRows.of(torch.arange(len(ids)), self.device)
         with out_of_memory_hint(len(ids)):
             self.passes.fill(Pass(self.device_ids(ids), rows, rows.places, cache, exact=True))
         return cache
@@ -168,7 +140,7 @@ class Decoder(DecoderStack):
         rows = QueryRows.of(torch.arange(len(ids)), self.device)
         return self.compute(ids, rows, cache)[-1], cache
 
-    def _filled_cache(self, length: int) -> PromptCache:
+    def filled_cache(self, length: int) -> PromptCache:
         cache = self.new_cache(length)
         cache.set_length(length)
         return cache

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from kvtool.core.checkpoint.dense import DenseModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,27 @@ class Sample:
 
     positions: tuple[int, ...]
     keys: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """`base`: the decoder without its LM head. `attending`: numbers of the layers that have keys and values, those of
+    `kinds`. `samples`: keys of a layer of each kind, by its number, where the layout of its RoPE is not known."""
+
+    base: Any
+    attending: tuple[int, ...]
+    kinds: tuple[LayerKind, ...]
+    samples: Mapping[int, Sample] | None = None
+
+
+def outline_of(model: DenseModel) -> Outline:
+    listed = model.architecture
+    shape = KVShape(listed.kv_heads, listed.head_dim, listed.head_dim)
+    kinds = tuple(
+        LayerKind(rotation, window, listed.softcap, sinks=False, tempered=False, shape=shape)
+        for rotation, window in zip(listed.rotations, listed.windows, strict=True)
+    )
+    return Outline(model.model, tuple(range(listed.layers)), kinds)
 
 
 def rotary_of(base: Any) -> Any:

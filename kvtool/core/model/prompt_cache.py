@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
 from kvtool.core.model.kinds import KVShape
+
+if TYPE_CHECKING:
+    from kvtool.core.model.hf.states import StateCache, StateLayer
 
 _STEP = 1024  # rows: adjacent buffers come in so few sizes
 
@@ -77,6 +81,8 @@ def adjacent_buffers(shapes: Sequence[KVShape], capacity: int, dtype: torch.dtyp
 class PromptCache:
     """The fused cache of one prompt."""
 
+    is_recurrent = False  # some layers keep a state (`StateCache`)
+
     def __init__(self, buffers: Sequence[BufferLayer]) -> None:
         self.buffers = list(buffers)
         # The position of each place, where some differ from it since tokens of the prompt have no row here.
@@ -114,3 +120,11 @@ class PromptCache:
         finally:
             for buffer in self.buffers:
                 buffer.length = before
+
+
+def is_recurrent(cache: PromptCache | None) -> TypeGuard[StateCache]:
+    return cache is not None and cache.is_recurrent
+
+
+def has_state(layer: Any) -> TypeGuard[StateLayer]:
+    return hasattr(layer, "states")

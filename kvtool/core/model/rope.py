@@ -59,13 +59,13 @@ _LAYOUTS = (
 class Rotary:
     """Rotates keys `[batch, kv_heads, tokens, head_dim]` as the model does, by its own cos and sin, which are rounded
     to `dtype`, in which it computes. The layout is the first one that moves a sample of each kind of layer to the
-    positions at which the model itself has computed it."""
+    positions at which the model itself has computed it; without samples it is that of Llama."""
 
     def __init__(
         self,
         base: Any,
         kinds: Sequence[LayerKind],
-        samples: Mapping[int, Sample],
+        samples: Mapping[int, Sample] | None,
         dtype: torch.dtype,
         device: str,
     ) -> None:
@@ -76,7 +76,7 @@ class Rotary:
         self._isa = isa_here()
         self._device = device  # packed weights do not show it
         self._check_sections()
-        self._layout = self._layout_of(samples)
+        self._layout = _LAYOUTS[0] if samples is None else self._layout_of(samples)
 
     def _layout_of(self, samples: Mapping[int, Sample]) -> Layout:
         """Raises ModelError: no layout moves the keys of a layer, as where they are normed after their rotation

@@ -13,15 +13,13 @@ from typing import Any
 
 import torch
 
+from kvtool.core.checkpoint.dense import DenseModel
 from kvtool.core.checkpoint.load import Loaded
 from kvtool.core.checkpoint.support import ONLY_EXACTLY, context_limit, keeps_states
 from kvtool.core.errors import DamagedError, ModelError, UsageError
 from kvtool.core.kernels.attention import dispatch
-from kvtool.core.model.hf.attention import IMPLEMENTATION, rows_attention
-from kvtool.core.model.hf.mla import attend_latents
-from kvtool.core.model.hf.modules import attentions_of, base_of, disable_query_scaling, layers_of
-from kvtool.core.model.hf.probing import kinds_of
-from kvtool.core.model.kinds import KVShape
+from kvtool.core.model.hf.probing import probed
+from kvtool.core.model.kinds import KVShape, outline_of
 from kvtool.core.model.prompt_cache import BufferLayer, PromptCache, adjacent_buffers
 from kvtool.core.model.rope import Rotary
 
@@ -55,33 +53,25 @@ class DecoderStack:
     _between: Callable[[], None] | None = None
 
     def __init__(self, loaded: Loaded, kv_dtype: torch.dtype | None = None) -> None:
-        from transformers.modeling_utils import AttentionInterface
-
-        AttentionInterface.register(IMPLEMENTATION, rows_attention)
         self.loaded = loaded
         self.turns = Turns()
         self.model: Any = loaded.model
-        self.model.set_attn_implementation(IMPLEMENTATION)
-        self.model.generation_config = _special_ids_only(self.model.generation_config)
         self.config = self.model.config
-        self.base: Any = base_of(self.model)  # without its LM head
-        self.layers: list[torch.nn.Module] = layers_of(self.base)
         self.keeps_states = keeps_states(self.config)
         self.dtype: torch.dtype = self.model.dtype
         self.kv_dtype: torch.dtype = kv_dtype or self.dtype  # stored; it differs where a CPU is slow in it
         self.device: str = loaded.device
         self.context = context_limit(self.config)  # the longest prompt, in tokens
         dispatch.prepare(self.dtype, self.device)
-        attentions = attentions_of(self.layers, in_some=self.keeps_states)
-        modules = list(attentions.values())
-        attend_latents(modules, IMPLEMENTATION)
-        disable_query_scaling(modules)
-        self.kinds, samples = kinds_of(self.base, attentions, self.config, self.dtype, self.device)
+        outline = outline_of(self.model) if isinstance(self.model, DenseModel) else probed(loaded)
+        self.base = outline.base
+        self.layers: list[torch.nn.Module] = list(self.base.layers)
+        self.kinds = outline.kinds
         self.shapes = tuple(kind.shape for kind in self.kinds if kind.source is None)
-        self._attending = tuple(attentions)
+        self._attending = outline.attending
         self._rotary: Rotary | None = None
         with suppress(ModelError) if self.keeps_states else nullcontext():  # that one can do without
-            self._rotary = Rotary(self.base, self.kinds, samples, self.dtype, self.device)
+            self._rotary = Rotary(self.base, self.kinds, outline.samples, self.dtype, self.device)
 
     @property
     def rotary(self) -> Rotary:
@@ -155,11 +145,3 @@ class DecoderStack:
     def check_length(self, tokens: int, hint: str) -> None:
         if tokens > self.context:
             raise UsageError(f"the prompt has {tokens} tokens, the model takes {self.context}", hint)
-
-
-def _special_ids_only(config: Any) -> Any:
-    """Drop a checkpoint's habits: Qwen2.5's repetition penalty, for example, works against words of the passages."""
-    from transformers.generation.configuration_utils import GenerationConfig
-
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    return GenerationConfig(**{name: getattr(config, name, None) for name in names})

@@ -37,11 +37,11 @@ def render(
 ) -> list[str | TemplateFailed]:
     """Render conversations by the tokenizer's chat template, each with the header of the next answer. A template's
     failure is an element of the result. Results are cached for the day, since templates may print the date."""
-    method = tokenizer.apply_chat_template
-    if getattr(method, "__module__", "") != _OWN:  # a tokenizer with code in the place of a template
+    method = getattr(tokenizer, "apply_chat_template", None)
+    if method is not None and getattr(method, "__module__", "") != _OWN:  # code in the place of a template
         return [_in_place(method, each, tools) for each in conversations]
     try:
-        template = tokenizer.get_chat_template()
+        template = tokenizer.chat_template if method is None else tokenizer.get_chat_template()
         names = {**tokenizer.special_tokens_map, **_HOW} | ({"tools": tools} if tools else {})
         job = {"template": template, "names": names, "conversations": conversations}
         request = json.dumps(job, default=str)  # some tokens are objects

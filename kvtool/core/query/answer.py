@@ -19,7 +19,7 @@ from kvtool.core.fusion.selectors import AUTO, WEIGHED, selector_for
 from kvtool.core.model.constraint import Constraint
 from kvtool.core.model.decode.native import prepare_compiled_model
 from kvtool.core.model.generate import Generated, Sampling, first_token, generate, stop_ids
-from kvtool.core.model.hf.states import StateCache
+from kvtool.core.model.prompt_cache import is_recurrent
 from kvtool.core.query.auto import Choice, choose
 from kvtool.core.query.cite import cite
 from kvtool.core.query.explain import explain, explain_attention
@@ -244,7 +244,7 @@ def _fuse(
     decoder, plan, timeline = session.decoder, streamed.plan, session.timeline
     reserve = min(options.max_tokens, _RESERVED) if options.clamp else options.max_tokens
     cache = None if asked.behind is None else asked.behind.cache
-    if isinstance(cache, StateCache):
+    if is_recurrent(cache):
         chained = extend_prefix(decoder, cache, plan, selector, reserve, timeline)
         return Outcome(chained.fused, chained=chained)
     if cache is None and session.identity.keeps_states:

@@ -19,8 +19,8 @@ from kvtool.core.fusion.engine import copied
 from kvtool.core.fusion.plan import Candidate, Plan, as_resident
 from kvtool.core.fusion.selectors import REFERENCE
 from kvtool.core.model.generate import Generated, generate
-from kvtool.core.model.hf.states import Marked, StateCache
 from kvtool.core.model.prompt import RESULT, question_tokens, said_tokens, turn_header
+from kvtool.core.model.prompt_cache import PromptCache, is_recurrent
 from kvtool.core.query.answer import OnText, PreparedAnswer, begin_answer
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.prompt import (
@@ -37,6 +37,7 @@ from kvtool.core.query.reply import Reply, Request
 from kvtool.core.query.verify import Check
 
 if TYPE_CHECKING:
+    from kvtool.core.model.hf.states import Marked
     from kvtool.core.model.prompt_cache import PromptCache
     from kvtool.core.retrieval.finder import Finder
     from kvtool.core.session.session import Session
@@ -121,7 +122,7 @@ class TurnLayout:
     def of(cls, begun: PreparedAnswer) -> TurnLayout:
         asked, fused = begun.asked, begun.outcome.fused
         # Else a record was damaged, or slow.
-        is_as_laid = isinstance(fused.cache, StateCache) or _levels(fused.plan) == _levels(asked.plan)
+        is_as_laid = is_recurrent(fused.cache) or _levels(fused.plan) == _levels(asked.plan)
         marks = begun.marks if is_as_laid else [()] * len(asked.plan.segments)
         known = None if asked.behind is None else asked.behind.chunks
         return cls(asked.request, known, _origins(asked.plan, marks), is_as_laid, asked.revision)
@@ -191,7 +192,7 @@ class ConversationState:
         computed = fused.cache.buffers[0].length - fused.plan.length
         pairs = zip(said[:computed], answer, strict=False)
         alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        if alike < computed and isinstance(fused.cache, StateCache):
+        if alike < computed and is_recurrent(fused.cache):
             alike = 0  # where its states are marked
         if alike < computed:
             fused.cache.set_length(fused.plan.length + alike)
@@ -208,7 +209,7 @@ class ConversationState:
         if self.is_whole:
             return self
         cache, rows = self.prefix.cache, len(self.prefix.tokens.rows)
-        if isinstance(cache, StateCache):
+        if is_recurrent(cache):
             assert self.states is not None
             cache.go_back(self.states)
             return replace(self, is_whole=True)
@@ -227,8 +228,8 @@ class ConversationState:
         return replace(self, prefix=prefix, states=marked(cache), pending=())
 
 
-def marked(cache: object) -> Marked | None:
-    return cache.mark() if isinstance(cache, StateCache) else None
+def marked(cache: PromptCache) -> Marked | None:
+    return cache.mark() if is_recurrent(cache) else None
 
 
 Lend = Callable[[], AbstractContextManager["Session"]]

@@ -77,12 +77,23 @@ class StoreModel:
 
         from kvtool.core.checkpoint.load import load_model, resolve_device
         from kvtool.core.model.decoder import Decoder
+        from kvtool.core.model.hf.check import why_not_served
 
         device, dtype, arithmetic = resolve_device(self._options.device), self._identity.dtype, self.arithmetic.dtype
         if arithmetic != product_dtype(arithmetic, device):
             self._warn(f"{why_float32(arithmetic)}, and float32 is many times as fast", "leave --dtype out")
-        loaded = load_model(self.files, device=device, dtype=dtype, arithmetic=arithmetic, packed=not self._gradients)
-        return Decoder(loaded, kv_dtype=getattr(torch, dtype))
+
+        def load(listed: bool) -> Decoder:
+            loaded = load_model(
+                self.files, device=device, dtype=dtype, arithmetic=arithmetic, packed=not self._gradients, listed=listed
+            )
+            return Decoder(loaded, kv_dtype=getattr(torch, dtype))
+
+        decoder = load(listed=True)
+        if why := why_not_served(decoder):
+            self._warn(f"transformers computes this model: {why}", "answers are the same, and slower")
+            decoder = load(listed=False)
+        return decoder
 
     @property
     def arithmetic(self) -> Arithmetic:

@@ -18,8 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf.constants import GGMLQuantizationType
-from gguf.quants import dequantize
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.integrations.gguf import get_gguf_conversion_mapping, is_gguf_arch_supported
 from transformers.integrations.gguf.gguf_conversion_mapping import PermuteRows
@@ -32,9 +30,10 @@ from transformers.modeling_gguf_pytorch_utils import (
 
 from kvtool.core.checkpoint.gguf.config import GPT_OSS, POSITIONS
 from kvtool.core.checkpoint.gguf.header import GgufHeader, TensorInfo
+from kvtool.core.checkpoint.gguf.tensors import kind_of, numbers_of, quantized
 from kvtool.core.errors import ModelError
-from kvtool.core.kernels.linear.qtensor import READERS, QuantizedTensor, take_rows, tensor_of_blocks
-from kvtool.core.kernels.linear.quantized import dequantize_rows
+from kvtool.core.kernels.linear.qtensor import READERS, QuantizedTensor, take_rows
+from kvtool.core.kernels.linear.quantized import unpacked
 
 Numbers = np.ndarray[Any, Any]
 _ROUTERS = {".ffn_gate_inp.scale": ".router.scale", ".ffn_down_exps.scale": ".router.per_expert_scale"}  # of Gemma 4
@@ -221,45 +220,20 @@ def _matrix(gguf: Path, weight: Weight, shape: Sequence[int]) -> QuantizedTensor
     """Read a weight that is a matrix of the file with its rows reordered; None: it is another, or stays unpacked."""
     source = weight.sources[0]
     fits = weight.keeps_columns and len(shape) == 2 and tuple(shape) == source.shape[::-1]
-    if not fits or _kind(source) not in READERS:
+    if not fits or kind_of(source) not in READERS:
         return None
     numbers = np.arange(shape[0])
     rows = weight.undo([numbers[:, None]])
     if rows.shape != (shape[0], 1) or not np.array_equal(np.sort(rows[:, 0]), numbers):
         return None
-    matrix = _quantized(gguf, source)
+    matrix = quantized(gguf, source)
     return matrix if np.array_equal(rows[:, 0], numbers) else take_rows(matrix, torch.from_numpy(rows[:, 0].copy()))
 
 
-def _kind(tensor: TensorInfo) -> str:
-    return GGMLQuantizationType(tensor.kind).name.lower()
-
-
-def _bytes(gguf: Path, tensor: TensorInfo) -> Numbers:
-    return np.fromfile(gguf, np.uint8, tensor.nbytes, offset=tensor.start)
-
-
-def _quantized(gguf: Path, tensor: TensorInfo) -> QuantizedTensor:
-    columns, *rows = tensor.shape
-    try:
-        return tensor_of_blocks(_kind(tensor), torch.from_numpy(_bytes(gguf, tensor)), prod(rows), columns)
-    except ValueError as error:
-        raise ModelError(f"{gguf}: the tensor {tensor.name!r} is damaged: {error}", "download it again") from error
-
-
-def unpacked(matrix: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
-    return dequantize_rows(matrix, 0, matrix.rows, torch.empty(matrix.rows, matrix.columns, dtype=dtype))
-
-
 def _dense(gguf: Path, name: str, weight: Weight, shape: Sequence[int]) -> torch.Tensor:
-    numbers = torch.from_numpy(np.ascontiguousarray(weight.undo([_read(gguf, tensor) for tensor in weight.sources])))
+    numbers = torch.from_numpy(
+        np.ascontiguousarray(weight.undo([numbers_of(gguf, tensor) for tensor in weight.sources]))
+    )
     if [size for size in numbers.shape if size > 1] != [size for size in shape if size > 1]:
         _refuse_missing(gguf, [name])
     return numbers.reshape(shape).bfloat16()
-
-
-def _read(gguf: Path, tensor: TensorInfo) -> Numbers:
-    """Unpack a tensor: float32, slowest axis first. Experts, whose numbers are only moved, are rounded to bfloat16."""
-    if _kind(tensor) in READERS and len(tensor.shape) > 2:
-        return unpacked(_quantized(gguf, tensor), torch.float32).numpy().reshape(tensor.shape[::-1])
-    return dequantize(_bytes(gguf, tensor), GGMLQuantizationType(tensor.kind)).reshape(tensor.shape[::-1])

@@ -96,7 +96,8 @@ class PackedLinear(torch.nn.Linear):
         size = (last - first) * self.in_features
         numbers: torch.Tensor | None = getattr(_scratch, "numbers", None)
         if numbers is None or numbers.numel() < size or numbers.dtype != dtype:
-            numbers = _scratch.numbers = torch.empty(size, dtype=dtype)
+            with torch.inference_mode(False):  # it may be written to outside that mode, too
+                numbers = _scratch.numbers = torch.empty(size, dtype=dtype)
         return dequantize_rows(self.matrix, first, last, numbers)
 
 

@@ -201,6 +201,10 @@ def dequantize_rows(
     return rows
 
 
+def unpacked(matrix: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
+    return dequantize_rows(matrix, 0, matrix.rows, torch.empty(matrix.rows, matrix.columns, dtype=dtype))
+
+
 def _run(function: Function, matrix: QuantizedTensor, x: int, out: int, first: int, last: int) -> None:
     threads = torch.get_num_threads()
     share = max(1, -(-(last - first) // (_SHARES * threads)))

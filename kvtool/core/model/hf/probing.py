@@ -14,14 +14,46 @@ from typing import Any
 
 import torch
 
-from kvtool.core.checkpoint.support import context_limit
+from kvtool.core.checkpoint.load import Loaded
+from kvtool.core.checkpoint.support import context_limit, keeps_states
 from kvtool.core.errors import ModelError
 from kvtool.core.kernels.attention.params import KV, AttentionParams
-from kvtool.core.model.hf.modules import HINT, ForwardEnded, LayerProbe, cache_name
-from kvtool.core.model.kinds import KVShape, LayerKind, Sample, rotary_of, tables_of
+from kvtool.core.model.hf.attention import IMPLEMENTATION, rows_attention
+from kvtool.core.model.hf.mla import attend_latents
+from kvtool.core.model.hf.modules import (
+    HINT,
+    ForwardEnded,
+    LayerProbe,
+    attentions_of,
+    base_of,
+    cache_name,
+    disable_query_scaling,
+    layers_of,
+)
+from kvtool.core.model.kinds import KVShape, LayerKind, Outline, Sample, rotary_of, tables_of
 
+_SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _NEAR = (3, 40)  # positions of one and the same row: do its keys differ?
 _ALIKE = {torch.float32: 1e-3, torch.bfloat16: 0.03, torch.float16: 0.01}  # lengths of a query at two positions
+
+
+def probed(loaded: Loaded) -> Outline:
+    """Let a model of transformers attend by `rows_attention` from here on, and ask its layers what they are."""
+    from transformers.generation.configuration_utils import GenerationConfig
+    from transformers.modeling_utils import AttentionInterface
+
+    model = loaded.model
+    AttentionInterface.register(IMPLEMENTATION, rows_attention)
+    model.set_attn_implementation(IMPLEMENTATION)
+    # Special ids only: Qwen2.5's repetition penalty, for example, works against words of the passages.
+    ids = {name: getattr(model.generation_config, name, None) for name in _SPECIAL_IDS}
+    model.generation_config = GenerationConfig(**ids)
+    base = base_of(model)
+    attentions = attentions_of(layers_of(base), in_some=keeps_states(model.config))
+    attend_latents([*attentions.values()], IMPLEMENTATION)
+    disable_query_scaling([*attentions.values()])
+    kinds, samples = kinds_of(base, attentions, model.config, model.dtype, loaded.device)
+    return Outline(base, tuple(attentions), kinds, samples)
 
 
 def kinds_of(

@@ -88,6 +88,7 @@ class StateCache(Cache, PromptCache):
     computed in order; states can be taken back only to where they were marked. `rows`: makes a layer's
     `BufferLayer`."""
 
+    is_recurrent = True
     buffers: list[Any]
 
     def __init__(self, config: Any, rows: Callable[[int], tuple[Any, ...]]) -> None:

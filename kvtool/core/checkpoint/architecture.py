@@ -1,0 +1,205 @@
+"""Architecture of a dense decoder, read from its config.json alone: what is computed without transformers.
+
+A family has a row in `FAMILIES` for what its configuration does not say. A configuration with a setting that is not
+known here is not read: transformers builds that model (`load.py`), and its layers are asked what they compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from kvtool.core.checkpoint.rope import SCALINGS, RopeSettings
+
+
+class UnlistedArchitecture(Exception):
+    """Raised for a model that only transformers builds; the text is shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """`adds_one`: norms multiply by their weight plus one. `rounds_first`: to the model's dtype, before a norm
+    multiplies. `scales_embeddings`: by √hidden. `windows`: of "all" layers, or of the "listed" ones. `settings`: what
+    only this family's configuration has."""
+
+    adds_one: bool = False
+    rounds_first: bool = True
+    scales_embeddings: bool = False
+    rope_in_float32: bool = False
+    windows: str = ""
+    settings: frozenset[str] = frozenset()
+
+
+_GEMMA = Family(adds_one=True, rounds_first=False, scales_embeddings=True)
+_CAPPED = frozenset({"query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"})
+_LISTED = Family(windows="listed")
+_PART = frozenset({"partial_rotary_factor"})
+FAMILIES = {
+    "llama": Family(),
+    "mistral": Family(windows="all"),
+    "ministral": _LISTED,
+    "qwen2": _LISTED,
+    "qwen3": _LISTED,
+    "phi3": Family(windows="all", settings=_PART),
+    "smollm3": Family(windows="listed", settings=frozenset({"no_rope_layers", "no_rope_layer_interval"})),
+    "seed_oss": Family(),
+    "olmo2": Family(rounds_first=False, rope_in_float32=True),
+    "gemma": _GEMMA,
+    "gemma2": Family(True, False, True, windows="listed", settings=_CAPPED),
+    "gemma3_text": Family(True, False, True, windows="listed", settings=_CAPPED),
+    "granite": Family(
+        settings=frozenset({"attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"})
+    ),
+}
+_READ = frozenset(  # by every family
+    "model_type vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim rms_norm_eps "
+    "hidden_act hidden_activation tie_word_embeddings rope_parameters rope_theta rope_scaling max_position_embeddings "
+    "original_max_position_embeddings layer_types sliding_window use_sliding_window".split()
+)
+# Settings of training, of generation and of files; and those that the weights show, such as biases.
+_WITHOUT_EFFECT = frozenset(
+    "architectures dtype torch_dtype transformers_version cache_implementation "
+    "bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id use_cache output_attentions output_hidden_states "
+    "return_dict chunk_size_feed_forward problem_type id2label label2id initializer_range attention_dropout embd_pdrop "
+    "resid_pdrop dropout residual_dropout intermediate_size attention_bias attention_out_bias mlp_bias pretraining_tp "
+    "max_window_layers is_llama_config rope_interleaved unsloth_version".split()
+)
+_MOST_LAYERS = 1000
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    family: Family
+    hidden: int
+    vocabulary: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    epsilon: float
+    activation: str  # "silu" or "gelu_tanh"
+    scale: float  # of scores
+    softcap: float | None  # of scores
+    cap: float | None  # of logits
+    embedding: float  # what embeddings are multiplied by
+    residual: float  # what the outputs of attention and MLP are multiplied by
+    logits_scaling: float
+    is_tied: bool
+    windows: tuple[int | None, ...]  # by layer: how many positions a row sees
+    rotations: tuple[str | None, ...]  # by layer: the name of its RoPE; None: keys are not rotated
+    ropes: Mapping[str, RopeSettings]  # by name; "" where there is one for all
+    config: Any  # all settings, as attributes
+
+    @property
+    def layers(self) -> int:
+        return len(self.windows)
+
+
+def read_architecture(config: Mapping[str, Any]) -> Architecture:
+    """Read the settings of a config.json. Raises UnlistedArchitecture."""
+    name = config.get("model_type")
+    if (family := FAMILIES.get(str(name))) is None:
+        raise UnlistedArchitecture(f"the family {name} is not listed")
+    known = _READ | _WITHOUT_EFFECT | family.settings
+    stated = [key for key, value in config.items() if value not in (None, False, 0) and not key.startswith("_")]
+    if unknown := sorted(set(stated) - known):
+        raise UnlistedArchitecture(f"the setting {unknown[0]} is not known")
+    try:
+        return _architecture(family, config)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise UnlistedArchitecture(f"config.json is not as usual: {error!r}") from error
+
+
+def _architecture(family: Family, config: Mapping[str, Any]) -> Architecture:
+    hidden, heads, layers = (int(config[name]) for name in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    if not 0 < layers <= _MOST_LAYERS:
+        raise UnlistedArchitecture(f"{layers} layers")
+    head_dim = int(config.get("head_dim") or hidden // heads)
+    activation = _ACTIVATIONS[config.get("hidden_activation") or config["hidden_act"]]
+    ropes = _ropes(family, config, head_dim)
+    queried = config.get("query_pre_attn_scalar") or head_dim
+    return Architecture(
+        family=family,
+        hidden=hidden,
+        vocabulary=int(config["vocab_size"]),
+        heads=heads,
+        kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=head_dim,
+        epsilon=float(config["rms_norm_eps"]),
+        activation=activation,
+        scale=float(config.get("attention_multiplier") or queried**-0.5),
+        softcap=config.get("attn_logit_softcapping"),
+        cap=config.get("final_logit_softcapping"),
+        embedding=hidden**0.5 if family.scales_embeddings else float(config.get("embedding_multiplier", 1.0)),
+        residual=float(config.get("residual_multiplier", 1.0)),
+        logits_scaling=float(config.get("logits_scaling", 1.0)),
+        is_tied=_is_tied(config),
+        windows=_windows(family, config, layers),
+        rotations=_rotations(config, ropes, layers),
+        ropes=ropes,
+        config=SimpleNamespace(**config),
+    )
+
+
+def _is_tied(config: Mapping[str, Any]) -> bool:
+    tied = config.get("tie_word_embeddings")
+    return bool(tied) if tied is not None else str(config["model_type"]).startswith("gemma")
+
+
+def _windows(family: Family, config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+    window = config.get("sliding_window")
+    if not family.windows or config.get("use_sliding_window") is False:
+        window = None
+    types = _layer_types(config, layers)
+    if family.windows == "listed" and types is None and window:
+        raise UnlistedArchitecture("which layers have windows is not listed")
+    if window is not None and int(window) < 1:
+        raise UnlistedArchitecture(f"windows of {window} tokens")
+    sliding = [kind == "sliding_attention" for kind in types] if types is not None else [bool(window)] * layers
+    if family.windows == "listed" and any(sliding) and not window:
+        raise UnlistedArchitecture("layers have windows of a size that is not stated")
+    return tuple(int(window) if slides and window else None for slides in sliding)
+
+
+def _layer_types(config: Mapping[str, Any], layers: int) -> Sequence[str] | None:
+    types = config.get("layer_types")
+    if types is not None and (len(types) != layers or not set(types) <= {"full_attention", "sliding_attention"}):
+        raise UnlistedArchitecture("layer_types lists other layers")
+    return types
+
+
+def _rotations(config: Mapping[str, Any], ropes: Mapping[str, RopeSettings], layers: int) -> tuple[str | None, ...]:
+    if set(ropes) != {""}:
+        types = _layer_types(config, layers)
+        if types is None or not set(types) <= set(ropes):
+            raise UnlistedArchitecture("layers have a RoPE that is not listed")
+        return tuple(types)
+    rotated = config.get("no_rope_layers") or [1] * layers
+    if len(rotated) != layers:
+        raise UnlistedArchitecture("no_rope_layers lists other layers")
+    return tuple("" if rotates else None for rotates in rotated)
+
+
+def _ropes(family: Family, config: Mapping[str, Any], head_dim: int) -> dict[str, RopeSettings]:
+    stated = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if any(isinstance(value, Mapping) for value in stated.values()):
+        return {name: _rope(family, config, settings, head_dim) for name, settings in stated.items()}
+    return {"": _rope(family, config, stated, head_dim)}
+
+
+def _rope(family: Family, config: Mapping[str, Any], stated: Mapping[str, Any], head_dim: int) -> RopeSettings:
+    kind = stated.get("rope_type", stated.get("type", "default"))
+    scaling = SCALINGS.get(kind)
+    if scaling is None:
+        raise UnlistedArchitecture(f"a RoPE of the type {kind}")
+    rest = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+    if unknown := sorted(set(stated) - rest - set(scaling)):
+        raise UnlistedArchitecture(f"the setting {unknown[0]} of its RoPE is not known")
+    part = float(stated.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0)
+    if part != 1 and not family.settings & _PART:
+        raise UnlistedArchitecture("a part of each head is rotated")
+    theta = stated.get("rope_theta", config.get("rope_theta"))
+    values = {name: float(stated[name]) for name in scaling}
+    return RopeSettings(kind, float(10_000.0 if theta is None else theta), int(head_dim * part), values)

@@ -1,0 +1,117 @@
+"""Self-check: whether a model's first layers compute what transformers' own forward computes."""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import suppress
+from dataclasses import replace
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvtool.core.checkpoint.dense import DenseModel
+from kvtool.core.checkpoint.load import transformers_outline
+from kvtool.core.common.collecting import quiet
+from kvtool.core.common.files import cache_dir, make_folder
+from kvtool.core.model.attention import QueryRows
+from kvtool.core.model.forward import Forward
+from kvtool.core.model.hf.adapter import HfForward
+from kvtool.core.model.passes import Pass
+from kvtool.core.model.spec import UnsupportedArchitecture, check_trial
+
+if TYPE_CHECKING:
+    from kvtool.core.model.decoder import Decoder
+
+_TOKENS = 8
+_PACKAGES = ("kvtool", "torch", "transformers")
+
+
+def why_not_served(decoder: Decoder) -> str:
+    """Return why transformers has to compute a model that was built without it; "" if it need not. The answer for a
+    model's files, and for the versions of these packages, is kept in the user's cache."""
+    if not isinstance(decoder.model, DenseModel):
+        return ""
+    if not decoder.loaded.fingerprint:
+        return _why_not(decoder)
+    key = [decoder.loaded.fingerprint, str(decoder.loaded.arithmetic), *map(version, _PACKAGES)]
+    path = cache_dir() / "checked" / hashlib.sha256("\0".join(key).encode()).hexdigest()[:32]
+    with suppress(OSError, UnicodeError):
+        return path.read_text(encoding="utf-8")
+    why = _why_not(decoder)
+    with suppress(OSError):  # without a cache it is checked again
+        make_folder(path.parent)
+        path.write_text(why, encoding="utf-8")
+    return why
+
+
+def _why_not(decoder: Decoder) -> str:
+    from kvtool.core.model.decoder import Decoder
+
+    if isinstance(decoder.passes, HfForward):
+        return decoder.passes.why
+    with quiet():
+        reference = Decoder(replace(decoder.loaded, model=_with_weights_of(decoder)))
+        try:
+            check_forward(decoder, decoder.passes, reference)
+        except UnsupportedArchitecture as error:
+            return str(error)
+    return ""
+
+
+def _with_weights_of(decoder: Decoder) -> Any:
+    """Build transformers' model over the modules of ours, for the tokens and layers of the check."""
+    model = transformers_outline(decoder.loaded.files, decoder.dtype)
+    layers = _layers_of_each_kind(decoder)
+    model.model.layers = model.model.layers[:layers]
+    for path, module in decoder.model.named_modules():
+        if path.startswith("model.layers.") and int(path.split(".")[2]) >= layers:
+            continue
+        if isinstance(module, torch.nn.Linear):
+            model.set_submodule(path, module)
+        elif getattr(module, "weight", None) is not None and not isinstance(module, torch.nn.Embedding):
+            model.get_submodule(path).weight = module.weight
+    ids = _ids(decoder)
+    embeddings = torch.zeros(model.get_input_embeddings().weight.shape, dtype=decoder.dtype)  # few pages are touched
+    embeddings[ids] = decoder.base.embed_tokens(decoder.device_ids(ids)).cpu()
+    model.get_input_embeddings().weight = torch.nn.Parameter(embeddings, requires_grad=False)
+    moved = model if decoder.device == "cpu" else model.to(decoder.device)  # packed weights stay where they are
+    return moved.eval().requires_grad_(False)
+
+
+def _ids(decoder: Decoder) -> list[int]:
+    return [number * (decoder.spec.vocabulary // _TOKENS) for number in range(_TOKENS)]
+
+
+def _layers_of_each_kind(decoder: Decoder) -> int:
+    kinds = [layer.likeness for layer in decoder.spec.layers]
+    return 1 + max(map(kinds.index, kinds))
+
+
+@torch.inference_mode()
+def check_forward(decoder: Decoder, forward: Forward, reference: Decoder) -> None:
+    """Compare the first layers, one of each kind among them, with those of transformers, over 8 tokens: hidden states,
+    logits, keys and values. Raises UnsupportedArchitecture."""
+    count, precision = _layers_of_each_kind(decoder), getattr(torch, decoder.loaded.arithmetic.dtype)
+    ids, rows = decoder.device_ids(_ids(decoder)), QueryRows.of(torch.arange(_TOKENS), decoder.device)
+    caches = [stack.filled_cache(_TOKENS) for stack in (decoder, reference)]
+    ours, theirs = (Pass(ids, rows, rows.places, cache) for cache in caches)
+    outputs: list[torch.Tensor] = []  # of the layers: the last norm hides a factor of theirs
+    hook = reference.base.norm.register_forward_pre_hook(lambda module, given: outputs.append(given[0][0, -1:]))
+    whole = reference.base.layers
+    reference.base.layers = whole[:count]
+    try:
+        expected = HfForward(reference, "").logits(theirs, 1)
+    finally:
+        reference.base.layers = whole
+        hook.remove()
+    try:
+        output = replace(forward, layers=forward.layers[:count]).hidden(ours, 1)
+        assert output is not None
+        check_trial(output, outputs[0], precision, count)
+        check_trial(forward.ends.logits(output), expected, precision, count)
+    except (AttributeError, ValueError, RuntimeError, TypeError) as error:
+        raise UnsupportedArchitecture(str(error)) from error
+    for number, (buffer, other) in enumerate(zip(*(cache.buffers[:count] for cache in caches), strict=True)):
+        for side, expected in zip(buffer.view(), other.view(), strict=True):
+            check_trial(side, expected, precision, number + 1)
