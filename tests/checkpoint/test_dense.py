@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from kvtool.core.checkpoint import load
-from kvtool.core.checkpoint.architecture import FAMILIES, UnlistedArchitecture, read_architecture
+from kvtool.core.checkpoint.architecture import FAMILIES, Family, UnlistedArchitecture, read_architecture
 from kvtool.core.checkpoint.dense import DenseModel
 from kvtool.core.checkpoint.files import read_config
 from kvtool.core.checkpoint.hub import resolve
 from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.hf import check
 from tests import families
-from tests.checkpoint.gguf_files import write_gguf
 from tests.checkpoint.gguf_models import IN_GGUF
 from tests.checkpoint.gguf_writing import written
 from tests.families import edit_config, save_tiny
@@ -63,3 +61,61 @@ def test_folder(name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.Monke
 def test_gguf(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(tmp_path / "x.gguf", IN_GGUF[name])
     assert_same(tmp_path / "x.gguf", "float32", monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3", "gemma3"])
+def test_self_check_passes_and_is_remembered(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "cache"))
+    decoder = decoder_of(save_tiny(name, tmp_path / "model", dtype="bfloat16"), "float32")
+    assert check.why_not_served(decoder) == ""
+    monkeypatch.setattr(check, "check_forward", None)
+    assert check.why_not_served(decoder) == ""
+
+
+@pytest.mark.parametrize("changes", [{"adds_one": True}, {"scales_embeddings": True}, {"windows": "all"}])
+def test_self_check_finds_a_wrong_row_of_the_table(
+    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "cache"))
+    folder = save_tiny("llama", tmp_path / "model", dtype="bfloat16")
+    edit_config(folder, sliding_window=3)
+    monkeypatch.setitem(FAMILIES, "llama", Family(**changes))
+    assert "differs by" in check.why_not_served(decoder_of(folder, "float32"))
+
+
+UNLISTED = [
+    {"model_type": "mixtral"},
+    {"attn_temperature_tuning": True},
+    {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+    {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "attention_factor": 2.0}},
+    {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+    {"num_hidden_layers": 10**9},
+    {"num_attention_heads": 0},
+    {"hidden_act": "relu"},
+    {"hidden_size": None},
+    {"quantization_config": {"bits": 4}},
+]
+
+
+@pytest.mark.parametrize("changes", UNLISTED, ids=str)
+def test_unlisted_settings_are_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+    config = read_config(save_tiny("llama", tmp_path, tokenizer=False))
+    assert read_architecture(config).layers == 4
+    with pytest.raises(UnlistedArchitecture):
+        read_architecture(config | changes)
+
+
+@pytest.mark.parametrize("change", ["more", "fewer", "bias", "shape"])
+def test_transformers_decides_about_other_weights(change: str, tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    if change == "more":
+        weights["model.layers.1.self_attn.gate.weight"] = torch.ones(4, 4)
+    elif change == "fewer":
+        del weights["model.layers.1.input_layernorm.weight"]
+    elif change == "bias":
+        weights["model.norm.bias"] = torch.ones(64)
+    else:
+        weights["model.layers.1.mlp.up_proj.weight"] = torch.ones(128, 63)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    assert load._dense_model(resolve(str(folder)), "float32", stays=True, int8=False) is None

@@ -7,7 +7,7 @@ known here is not read: transformers builds that model (`load.py`), and its laye
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,12 +18,19 @@ class UnlistedArchitecture(Exception):
     """Raised for a model that only transformers builds; the text is shown."""
 
 
+_BEFORE = ("input_layernorm", "post_attention_layernorm")
+_AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")
+_AROUND = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
-    """`adds_one`: norms multiply by their weight plus one. `rounds_first`: to the model's dtype, before a norm
-    multiplies. `scales_embeddings`: by √hidden. `windows`: of "all" layers, or of the "listed" ones. `settings`: what
-    only this family's configuration has."""
+    """`norms`: of a layer; with `head_norms`, of its queries and keys, too. `adds_one`: norms multiply by their weight
+    plus one. `rounds_first`: to the model's dtype, before a norm multiplies. `scales_embeddings`: by √hidden.
+    `windows`: of "all" layers, or of the "listed" ones. `settings`: what only this family's configuration has."""
 
+    norms: tuple[str, ...] = _BEFORE
+    head_norms: bool = False
     adds_one: bool = False
     rounds_first: bool = True
     scales_embeddings: bool = False
@@ -33,25 +40,29 @@ class Family:
 
 
 _GEMMA = Family(adds_one=True, rounds_first=False, scales_embeddings=True)
-_CAPPED = frozenset({"query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"})
-_LISTED = Family(windows="listed")
+_CAPPED = replace(
+    _GEMMA,
+    norms=_AROUND,
+    windows="listed",
+    settings=frozenset({"query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"}),
+)
 _PART = frozenset({"partial_rotary_factor"})
+_MULTIPLIERS = frozenset({"attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"})
+_LISTED = Family(windows="listed")
 FAMILIES = {
     "llama": Family(),
     "mistral": Family(windows="all"),
     "ministral": _LISTED,
     "qwen2": _LISTED,
-    "qwen3": _LISTED,
+    "qwen3": replace(_LISTED, head_norms=True),
     "phi3": Family(windows="all", settings=_PART),
-    "smollm3": Family(windows="listed", settings=frozenset({"no_rope_layers", "no_rope_layer_interval"})),
+    "smollm3": replace(_LISTED, settings=frozenset({"no_rope_layers", "no_rope_layer_interval"})),
     "seed_oss": Family(),
-    "olmo2": Family(rounds_first=False, rope_in_float32=True),
+    "olmo2": Family(_AFTER, head_norms=True, rounds_first=False, rope_in_float32=True),
     "gemma": _GEMMA,
-    "gemma2": Family(True, False, True, windows="listed", settings=_CAPPED),
-    "gemma3_text": Family(True, False, True, windows="listed", settings=_CAPPED),
-    "granite": Family(
-        settings=frozenset({"attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"})
-    ),
+    "gemma2": _CAPPED,
+    "gemma3_text": replace(_CAPPED, head_norms=True),
+    "granite": Family(settings=_MULTIPLIERS),
 }
 _READ = frozenset(  # by every family
     "model_type vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim rms_norm_eps "
@@ -114,8 +125,8 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
 
 def _architecture(family: Family, config: Mapping[str, Any]) -> Architecture:
     hidden, heads, layers = (int(config[name]) for name in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
-    if not 0 < layers <= _MOST_LAYERS:
-        raise UnlistedArchitecture(f"{layers} layers")
+    if min(hidden, heads, layers) < 1 or layers > _MOST_LAYERS:
+        raise UnlistedArchitecture(f"{layers} layers of {heads} heads")
     head_dim = int(config.get("head_dim") or hidden // heads)
     activation = _ACTIVATIONS[config.get("hidden_activation") or config["hidden_act"]]
     ropes = _ropes(family, config, head_dim)

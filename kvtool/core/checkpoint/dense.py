@@ -23,7 +23,6 @@ from kvtool.core.kernels.linear.quantized import unpacked
 
 Weight: TypeAlias = "torch.Tensor | QuantizedTensor"
 _EMBEDDING, _HEAD = "model.embed_tokens", "lm_head.weight"
-_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 _UNUSED = "rotary_emb.inv_freq"  # in old files
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -92,8 +91,9 @@ def _layer(architecture: Architecture) -> torch.nn.Module:
 def dense_model(files: ModelFiles, dtype: torch.dtype, *, packed: bool, int8: bool = False) -> DenseModel:
     """Build a model of a listed family; `packed`, `int8`: as of `gguf_model`. Raises UnlistedArchitecture: the family,
     a setting or a weight is not listed."""
-    architecture = read_architecture(read_config(files.folder))
-    model = DenseModel(architecture, _special_ids(files.folder), dtype)
+    config = read_config(files.folder)
+    architecture = read_architecture(config)
+    model = DenseModel(architecture, _special_ids(config, files.folder), dtype)
     if files.gguf is None:
         weights = dict(_of_folder(files.folder))
     else:
@@ -104,8 +104,8 @@ def dense_model(files: ModelFiles, dtype: torch.dtype, *, packed: bool, int8: bo
     return model.eval()
 
 
-def _special_ids(folder: Path) -> SimpleNamespace:
-    stated, path = read_config(folder), folder / "generation_config.json"
+def _special_ids(config: Mapping[str, Any], folder: Path) -> SimpleNamespace:
+    stated, path = dict(config), folder / "generation_config.json"
     if path.is_file():
         stated |= json.loads(path.read_bytes())
     return SimpleNamespace(**{name: stated.get(name) for name in _SPECIAL})
@@ -153,10 +153,11 @@ class _Builder:
         for name in ("gate_up_proj",) if is_fused else ("gate_proj", "up_proj"):
             mlp.add_module(name, self._linear(f"{path}mlp.{name}", None, shape.hidden))
         mlp.down_proj = self._linear(f"{path}mlp.down_proj", shape.hidden, None)
-        for parent, prefix, names in ((layer, path, _NORMS), (attention, f"{path}self_attn.", ("q_norm", "k_norm"))):
-            for name in names:
-                if f"{prefix}{name}.weight" in self._weights:
-                    parent.add_module(name, self._norm(prefix + name))
+        for name in shape.family.norms:
+            layer.add_module(name, self._norm(path + name))
+        if shape.family.head_norms:
+            for name in ("q_norm", "k_norm"):
+                attention.add_module(name, self._norm(f"{path}self_attn.{name}"))
 
     def _take(self, name: str, *sizes: int | None) -> Weight:
         weight = self._weights.pop(name, None)
