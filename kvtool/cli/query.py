@@ -323,7 +323,7 @@ def _session(run: Run, store: Store, finder: Finder, timeline: Timeline | None, 
     started = time.perf_counter()
     with paused_collection():
         importlib.import_module("kvtool.core.query.answer")  # torch and transformers come with it
-        from kvtool.core.fusion.source import RecentChunks
+        from kvtool.core.fusion.chunk_cache import RecentChunks
     add_span(timeline, "import", started)
     started = time.perf_counter()
     recent_chunks = None if memory_cache is None else RecentChunks(memory_cache)

@@ -12,9 +12,9 @@ from kvtool.core.codec.base import LayerKV
 from kvtool.core.codec.levels import RAW, level_of
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.fusion.engine import Fused, fuse
+from kvtool.core.fusion.loader import KVSource, MemorySource, ReadStats
 from kvtool.core.fusion.plan import Plan, Segment, build_plan
 from kvtool.core.fusion.selectors.base import Selector
-from kvtool.core.fusion.source import KVSource, MemorySource, ReadStats
 from kvtool.core.kernels.attention.eager import attention_weights
 from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.model.attention import QueryRows

@@ -24,10 +24,11 @@ from kvtool.core.codec.levels import RAW, known
 from kvtool.core.codec.rans.coder import compile_ahead
 from kvtool.core.common.timeline import add_span
 from kvtool.core.errors import RemoteError
+from kvtool.core.fusion.chunk_cache import ChunkCache, held_on
 from kvtool.core.fusion.cost import MEMORY, PromptRows, Span, Speeds
+from kvtool.core.fusion.loader import KVSource, ReadStats
 from kvtool.core.fusion.plan import Plan, Segment, build_plan, with_stored_rows
 from kvtool.core.fusion.selectors.base import Selector
-from kvtool.core.fusion.source import ChunkCache, KVSource, ReadStats, held_on
 from kvtool.core.model.prefill import LeadIn, PrefillItem, PrefillStopped, prefill_chunks
 from kvtool.core.session.identity import MeasuredLosses
 from kvtool.core.streaming.compute_fetch_overlap import OverlapPolicy

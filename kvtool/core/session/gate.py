@@ -22,13 +22,13 @@ from kvtool.core.common.machine import Arithmetic
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.engine import fuse
+from kvtool.core.fusion.loader import MemorySource
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.blend import Blend
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.prefix import Prefix
 from kvtool.core.fusion.selectors.reuse import Reuse
-from kvtool.core.fusion.source import MemorySource
 from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks

@@ -12,7 +12,8 @@ from kvtool.core.cache.store import Store
 from kvtool.core.common.machine import Arithmetic, product_dtype, why_float32
 from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.errors import KvtoolError, ModelError
-from kvtool.core.fusion.source import ChunkCache, KVSource, RecentChunks, StoreSource, held_on
+from kvtool.core.fusion.chunk_cache import ChunkCache, RecentChunks, held_on
+from kvtool.core.fusion.loader import KVSource, StoreSource
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.model.prompt import PromptParts
 from kvtool.core.retrieval.finder import Finder
