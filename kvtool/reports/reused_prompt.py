@@ -57,7 +57,7 @@ class ReusedPrompt:
     @classmethod
     def of(cls, decoder: Decoder, plan: Plan, source: KVSource) -> ReusedPrompt:
         """Check a prompt. Raises UsageError if nothing of it is reused, or rows of it are not stored."""
-        if any(segment.source.kept is not None for segment in plan.segments):
+        if any(segment.source.stored_rows is not None for segment in plan.segments):
             raise UsageError(
                 "some rows of this prompt are not stored, so that they cannot be compared", "name a level of all rows"
             )
@@ -191,7 +191,7 @@ def _computed(session: Session, asked: PromptLayout, source: ExactSource) -> Pro
                 before = _before(session, segment, hit.passage.source, hit.passage.start)
                 item = PrefillItem(segment.ids, before)
                 source.computed[candidate.chunk_id] = prefill_chunks(session.decoder, session.lead_in, [item])[0]
-            candidate = replace(candidate, level=RAW, kept=None, reason="")
+            candidate = replace(candidate, level=RAW, stored_rows=None, reason="")
         chunks.append(candidate)
     return replace(asked, plan=build_plan(prefix.source, chunks, question.ids))
 

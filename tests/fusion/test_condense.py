@@ -59,7 +59,7 @@ class SomeRows(KVSource):
 
 
 def sparse(source: Candidate, kept: tuple[int, ...] | None) -> Candidate:
-    return source if kept is None else replace(source, level=LEVEL, kept=kept)
+    return source if kept is None else replace(source, level=LEVEL, stored_rows=kept)
 
 
 def plan_of(one: Case, lead_in: tuple[int, ...] = BOS, question: tuple[int, ...] = QUESTION) -> Plan:

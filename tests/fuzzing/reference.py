@@ -123,7 +123,7 @@ class Reference:
         ids, first = segment.source.ids, segment.position
         alone = DynamicCache()
         forward(model, [*lead_in, *ids], range(first - len(lead_in), first + len(ids)), alone, [])
-        tokens = [at if segment.kept is None else segment.kept[at] for at in wanted]
+        tokens = [at if segment.placed_rows is None else segment.placed_rows[at] for at in wanted]
         places = [len(lead_in) + token for token in tokens]
         return [(layer.keys[:, :, places], layer.values[:, :, places]) for layer in alone.layers]
 

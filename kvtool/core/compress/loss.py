@@ -117,7 +117,7 @@ class PromptKV(KVSource):
             for kv, own in zip(lossy.layers, back, strict=True):
                 kv[segment.position] = own
             if rows is not None:
-                segments[number] = replace(segment, status="hit", source=replace(segment.source, kept=rows))
+                segments[number] = replace(segment, status="hit", source=replace(segment.source, stored_rows=rows))
         return lossy, Plan(tuple(segments)), totals
 
     def read(self, segments: Sequence[Segment], layer: int, stats: ReadStats) -> list[LayerKV]:

@@ -127,7 +127,9 @@ def fuse_into(
     with ExitStack() as stack:
         # A segment with more rows in the plan than in the store is computed at every layer.
         segments = [
-            segment for segment in selector.reads(plan, decoder.stored_layers) if segment.kept == segment.source.kept
+            segment
+            for segment in selector.reads(plan, decoder.stored_layers)
+            if segment.placed_rows == segment.source.stored_rows
         ]
         loader = stack.enter_context(open_loader(decoder, segments, cache, source, timeline, patience=patience))
         graph_pass = GraphPass.of(decoder, plan, cache, loader)
@@ -338,7 +340,7 @@ def _timing(loader: Loader, select: float, shift: float, total: float) -> FuseTi
 def compact_plan(plan: Plan, selector: Selector, layers: int) -> Plan:
     """Make the plan that a mode computes, from one in which every token has a place: a chunk that is computed whole
     keeps all tokens (recomputing everything is full prefill), any other those that have stored rows."""
-    if all(segment.source.kept is None for segment in plan.segments):
+    if all(segment.source.stored_rows is None for segment in plan.segments):
         return plan
     whole = _computed_throughout(plan, selector, layers)
     segments: list[Segment] = []
@@ -352,10 +354,10 @@ def compact_plan(plan: Plan, selector: Selector, layers: int) -> Plan:
 
 def _placed(segment: Segment, start: int, position: int, whole: bool) -> Segment:
     source = segment.source
-    if source.kept is None or not (segment.cached or segment.status == "resident") or (segment.cached and whole):
-        return replace(segment, ids=source.ids, start=start, first=position, kept=None)
-    ids = tuple(source.ids[token] for token in source.kept)
-    return replace(segment, ids=ids, start=start, first=position, kept=source.kept)
+    if source.stored_rows is None or not (segment.cached or segment.status == "resident") or (segment.cached and whole):
+        return replace(segment, ids=source.ids, start=start, first=position, placed_rows=None)
+    ids = tuple(source.ids[token] for token in source.stored_rows)
+    return replace(segment, ids=ids, start=start, first=position, placed_rows=source.stored_rows)
 
 
 def _computed_throughout(plan: Plan, selector: Selector, layers: int) -> torch.Tensor:

@@ -67,7 +67,7 @@ def positions_of(segments: Sequence[Segment], device: str) -> torch.Tensor:
     """The position of each place up to the last one of `segments`, int64 `[places]`."""
     positions = torch.arange(max((segment.stop for segment in segments), default=0), device=device)
     for segment in segments:
-        if segment.position != segment.start or segment.kept is not None:
+        if segment.position != segment.start or segment.placed_rows is not None:
             positions[segment.start : segment.stop] = torch.tensor(segment.positions)
     return positions
 
@@ -162,7 +162,7 @@ class DiskLoader(Loader):
         if decoder.device.startswith("cuda"):
             _ = self.table  # made by the compute stream, for which the streams of the threads wait
         self._placings = [_placing_for(decoder, segments) for _ in range(workers)]
-        self._stats = [ReadStats(room=placing.room) for placing in self._placings]
+        self._stats = [ReadStats(allocate=placing.allocate) for placing in self._placings]
         self._source, self._timeline, self._patience = source, timeline, patience
         self._layers = iter(range(decoder.stored_layers))  # which the threads share
         self._ready = [threading.Event() for _ in range(decoder.stored_layers)]
@@ -278,13 +278,13 @@ class RecordMissing(Exception):
 
 @dataclass(slots=True)
 class ReadStats:
-    """State of one reading thread. `room` allocates memory for the current layer's records, copied by a source that
+    """State of one reading thread. `allocate` gives memory for the current layer's records, copied by a source that
     keeps any; `reading`: the segment whose record is being read, and since when; None between records."""
 
     bytes_read: int = 0
     read_s: float = 0.0
     decode_s: float = 0.0
-    room: Allocator = aligned
+    allocate: Allocator = aligned
     reading: tuple[Segment, float] | None = None
 
 
@@ -344,7 +344,7 @@ class StoreSource(KVSource):
         shapes = [stored_shape(self.decoder.shapes[layer], count) for count in tokens]
         chunk_ids = [source.chunk_id for source in sources]
         # Only records that need no decoding are uploaded as their bytes are.
-        allocate = stats.room if level_of(level).verbatim else aligned
+        allocate = stats.allocate if level_of(level).verbatim else aligned
         read = read_layer(self.store, chunk_ids, level, layer, shapes=shapes, before=before, allocate=allocate)
         stats.reading = None
         stats.read_s += time.perf_counter() - started
@@ -363,7 +363,7 @@ def _why_not(segment: Segment, item: Encoded | Unusable, level: str) -> str:
         rows = stored_rows(item, level)
     except DamagedError as error:
         return f"damaged: {error.message}"
-    return "" if rows == segment.source.kept else "damaged: it holds other rows of the chunk than layer 0 did"
+    return "" if rows == segment.source.stored_rows else "damaged: it holds other rows of the chunk than layer 0 did"
 
 
 @dataclass(frozen=True, slots=True)

@@ -222,8 +222,8 @@ class ConversationState:
         tokens, cache = self.prefix.tokens, self.prefix.cache
         self.session.decoder.append(self.pending, cache)
         grown = range(len(tokens.ids), len(tokens.ids) + len(self.pending))
-        kept = None if tokens.kept is None else (*tokens.kept, *grown)
-        prefix = replace(self.prefix, tokens=Candidate((*tokens.ids, *self.pending), kept=kept))
+        stored_rows = None if tokens.stored_rows is None else (*tokens.stored_rows, *grown)
+        prefix = replace(self.prefix, tokens=Candidate((*tokens.ids, *self.pending), stored_rows=stored_rows))
         return replace(self, prefix=prefix, states=marked(cache), pending=())
 
 
