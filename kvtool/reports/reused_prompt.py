@@ -23,6 +23,7 @@ from kvtool.core.model.passes import OnLayer
 from kvtool.core.model.prefill import ChunkKV, PrefillItem, prefill_chunks
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.query.prompt import lay_out
+from kvtool.core.query.retrieve import find_chunks
 
 if TYPE_CHECKING:
     from kvtool.core.common.types import Ids
@@ -168,7 +169,7 @@ def lay_out_exactly(session: Session, requests: Sequence[Request], options: Quer
     KvtoolError: the lead-in of such a chunk is lost.
     """
     for request in requests:  # a chunk that cannot be found is reported before the model is loaded
-        options.find(session.finder, request)
+        find_chunks(session.finder, request, options)
     _ = session.decoder  # whose context the prompts have to fit
     exactly = options.level == "auto"
     prompts = [lay_out(session, request, options, exactly=exactly, answered=False) for request in requests]

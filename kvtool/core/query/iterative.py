@@ -38,11 +38,11 @@ _NOT_THERE = (
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The prompt that the answer is given from. `begun`: the answer's beginning, which the cache holds already.
+    """The prompt that the answer is given from. `beginning`: of the answer, which the cache holds already.
     `chained`: what of the prompt will be stored."""
 
     fused: Fused
-    begun: GreedyPrefix | None = None
+    beginning: GreedyPrefix | None = None
     rounds: list[Round] = field(default_factory=list)
     chained: PrefixFused | None = None
 
@@ -64,17 +64,20 @@ def fuse_in_rounds(
             now = extend_fused(decoder, fused, wanted, selector, source, timeline, options.load_timeout)
             fused = joined(fused, now)
         took = add_span(timeline, f"fuse: {selector.name}, chunks {start + 1} to {stop}", began)
-        began, begun, sure, enough, reason = time.perf_counter(), None, None, True, "all chunks are loaded"
+        began, beginning, sure, enough, reason = time.perf_counter(), None, None, True, "all chunks are loaded"
         if stop < len(chunks):
-            begun = greedy_prefix(decoder, fused.cache, fused.logits, min(_PROBED, options.max_tokens))
-            sure, text = confidence(begun.log_p), session.tokenizer.decode(list(begun.ids), skip_special_tokens=True)
+            beginning = greedy_prefix(decoder, fused.cache, fused.logits, min(_PROBED, options.max_tokens))
+            sure, text = (
+                confidence(beginning.log_p),
+                session.tokenizer.decode(list(beginning.ids), skip_special_tokens=True),
+            )
             enough, reason = judge(sure, text, options.defer_threshold)
         took += add_span(timeline, "is it sure?", began)
         counts = {kind: count for kind, count in now.tokens.to_json().items() if kind != "dropped"}
         ids = tuple(segment.source.chunk_id.hex() for segment in now.plan.chunks)
         rounds.append(Round(ids, enough, reason, sure, now.bytes_read, took * 1e3, counts))
         if enough:
-            return Outcome(fused, begun, rounds)
+            return Outcome(fused, beginning, rounds)
     raise AssertionError("a last round is always enough")
 
 

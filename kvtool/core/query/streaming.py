@@ -61,41 +61,41 @@ class Streamed:
     ms: float = 0.0
 
 
-def stream_prompt(session: Session, asked: PromptLayout, options: QueryOptions, selector: Selector) -> Streamed:
+def stream_prompt(session: Session, layout: PromptLayout, options: QueryOptions, selector: Selector) -> Streamed:
     """Fetch what a prompt lacks until the objective leaves time only for computing. Calibration does not count."""
     speeds = session.speeds.speeds((MEMORY,), ())  # memory: decoding overlaps with fetching, placing does not
     compile_ahead()
     started = time.perf_counter()
-    streamed = _stream(session, asked, options, selector, speeds, started - asked.retrieve_ms / 1e3)
+    streamed = _stream(session, layout, options, selector, speeds, started - layout.retrieve_ms / 1e3)
     streamed.ms = add_span(session.timeline, "stream", started) * 1e3
     return streamed
 
 
 def _stream(
-    session: Session, asked: PromptLayout, options: QueryOptions, selector: Selector, speeds: Speeds, since: float
+    session: Session, layout: PromptLayout, options: QueryOptions, selector: Selector, speeds: Speeds, since: float
 ) -> Streamed:
     store, link, source = session.store, session.store.link, session.source
     assert link is not None
     assert options.slo_ms is not None
-    ladders = _ladders(store, link, asked.plan, options, selector, speeds.layers)
+    ladders = _ladders(store, link, layout.plan, options, selector, speeds.layers)
     if not ladders:
-        return Streamed(asked.plan, source)
-    segments = asked.plan.segments
+        return Streamed(layout.plan, source)
+    segments = layout.plan.segments
     holes = {at: segment for at, segment in enumerate(segments[:-1]) if segment.status == "miss" and segment.ids}
     ladders += tuple(Ladder(at, len(hole.ids), ()) for at, hole in holes.items())
     if not isinstance(source, ChunkCache):
-        limit = session.decoder.kv_bytes(asked.plan.length)
+        limit = session.decoder.kv_bytes(layout.plan.length)
         source = ChunkCache(source, limit, device=held_on(session.decoder))
     ahead = BackgroundDecoder(source, speeds.layers, partial(compute_alone, session))
-    computing = Computing(asked.plan, speeds, selector, frozenset(holes))
-    alone = partial(_alone, session, asked.plan, speeds)
+    computing = Computing(layout.plan, speeds, selector, frozenset(holes))
+    alone = partial(_alone, session, layout.plan, speeds)
     task = Task(ladders, computing, options.slo_ms / 1e3, ahead.seconds, alone)
     policy = OverlapPolicy(task, make_estimator(options.stream_predictor), options.stream_margin)
     Driver(link, segments, policy, ahead, since).run()
     levels = computing.settled(policy.levels | dict.fromkeys(policy.computed, COMPUTED))
     levels = {number: level for number, level in levels.items() if level is not None or number not in holes}
     return Streamed(
-        plan=_at_levels(store, asked.plan, levels),
+        plan=_at_levels(store, layout.plan, levels),
         source=source,
         holes=[hole for number, hole in holes.items() if number in policy.computed],
         rows=_rows(policy.log, segments),
@@ -233,7 +233,7 @@ _TICK = 0.01  # seconds between looks at what the processor does, and should do
 class _Flight:
     fetch: Fetch
     asked_at: float
-    waiting: deque[tuple[BlobRequest, str, int]]  # what was asked for, level, layer
+    waiting: deque[tuple[BlobRequest, str, int]]  # what was layout for, level, layer
     sound: bool = True
 
 
@@ -248,7 +248,7 @@ class Driver:
         self._out: deque[_Flight] = deque()
         self._arrivals: Stream | None = None
         self._last_end = 0.0
-        self._heard = 0.0  # when something came last, or was asked for with nothing outstanding
+        self._heard = 0.0  # when something came last, or was layout for with nothing outstanding
 
     def run(self) -> None:
         try:
@@ -335,7 +335,7 @@ class Driver:
             self._ahead.put(flight.fetch.chunk, self._segments[flight.fetch.chunk], flight.fetch.level)
 
     def _abandon(self, flight: _Flight) -> None:
-        """Give a fetch up. Its values are still on their way, so the others are asked for on another connection."""
+        """Give a fetch up. Its values are still on their way, so the others are layout for on another connection."""
         assert self._arrivals is not None
         self._arrivals.close()
         self._end(flight, self._now(), arrived=False)
