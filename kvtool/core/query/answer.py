@@ -356,7 +356,7 @@ def _keep(session: Session, fused: Fused, computed: Sequence[Segment], again: bo
         lost = [hole for hole in holes if hole.source.chunk_id in learned and not hole.source.stored]
         for segment in lost:
             session.warn(f"a learned passage was computed in place: {segment.reason}", "it is learned again")
-        if lost:  # not those that are stored at another level than is layout for
+        if lost:  # not those that are stored at another level than is asked for
             session.learned.forget({segment.source.chunk_id for segment in lost})
 
 
