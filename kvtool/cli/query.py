@@ -16,18 +16,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvtool.cli.answers import (
-    end_answer,
-    show_decision,
-    show_explained,
-    show_numbers,
-    show_runs,
-    show_sources,
-)
+from kvtool.cli.answers import end_answer, show_decision, show_explained, show_numbers, show_runs, show_sources
 from kvtool.cli.batch import answer_batch
 from kvtool.cli.beside import answered_beside, check_kept, is_kept_asked
 from kvtool.cli.commands import new_app
-from kvtool.cli.options import Question, Run, open_any_store, open_session, takes
+from kvtool.cli.options import Question, Run, open_any_store, takes
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.collecting import paused_collection
 from kvtool.core.common.timeline import Timeline, add_span, process_started
@@ -129,13 +122,22 @@ def _load_session(
     with paused_collection():
         importlib.import_module("kvtool.core.query.answer")  # torch and transformers come with it
         from kvtool.core.fusion.chunk_cache import RecentChunks
+        from kvtool.core.session.session import Session
     add_span(timeline, "import", started)
     started = time.perf_counter()
-    recent_chunks = None if memory_cache is None else RecentChunks(memory_cache)
-    members = {"memory_cache": memory_cache, "recent_chunks": recent_chunks}
-    session = open_session(run, store, finder=finder, say=run.out.status, timeline=timeline, **members)
-    add_span(timeline, "load model", started)
+    session = Session.open(
+        store,
+        run.get(ModelOptions),
+        warn=run.out.warning,
+        finder=finder,
+        say=run.out.status,
+        timeline=timeline,
+        memory_cache=memory_cache,
+        recent_chunks=None if memory_cache is None else RecentChunks(memory_cache),
+    )
+    run.out.doing(f"loading the model {session.identity.model}")
     loaded = session.decoder.loaded
+    add_span(timeline, "load model", started)
     run.out.detail(
         f"{loaded.files.ref} on {loaded.device} in {loaded.arithmetic.dtype}, loaded in {loaded.load_ms:.0f} ms"
     )

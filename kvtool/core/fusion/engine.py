@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -95,18 +94,18 @@ def fuse(
     that the compute waits for one record; None: no limit. `cache`: holds the plan's first, resident segment; after a
     slow record the result has another cache."""
     while True:
-        there = compact_plan(plan, selector, decoder.stored_layers)
+        compact = compact_plan(plan, selector, decoder.stored_layers)
         if cache is not None:
             cache.reserve(plan.length + reserve)
-        into = decoder.new_cache(there.length + reserve) if cache is None else cache
+        prompt_cache = decoder.new_cache(compact.length + reserve) if cache is None else cache
         try:
-            return fuse_into(into, decoder, there, selector, source, timeline, patience)
+            return fuse_into(prompt_cache, decoder, compact, selector, source, timeline, patience)
         except RecordMissing as missing:
-            original = {id(compact): segment for compact, segment in zip(there.segments, plan.segments, strict=True)}
-            for compact, reason in missing.unusable:
-                plan = plan.without(original[id(compact)], reason, missing.stored)
+            original = dict(zip(map(id, compact.segments), plan.segments, strict=True))
+            for segment, reason in missing.unusable:
+                plan = plan.without(original[id(segment)], reason, missing.stored)
             if cache is not None and missing.stored:  # the thread that reads it may still write into these buffers
-                cache = copied(decoder, cache, there.segments[0].stop)
+                cache = copied(decoder, cache, compact.segments[0].stop)
 
 
 def fuse_into(
@@ -124,19 +123,22 @@ def fuse_into(
     cache.position_ids = plan.position_ids
     cached = plan.mask("hit", "exact")
     started = time.perf_counter()
-    with ExitStack() as stack:
-        # A segment with more rows in the plan than in the store is computed at every layer.
-        segments = [
-            segment
-            for segment in selector.reads(plan, decoder.stored_layers)
-            if segment.placed_rows == segment.source.stored_rows
-        ]
-        loader = stack.enter_context(open_loader(decoder, segments, cache, source, timeline, patience=patience))
+    # A segment with more rows in the plan than in the store is computed at every layer.
+    reads = selector.reads(plan, decoder.stored_layers)
+    segments = [segment for segment in reads if segment.placed_rows == segment.source.stored_rows]
+    with open_loader(decoder, segments, cache, source, timeline, patience=patience) as loader:
         graph_pass = GraphPass.of(decoder, plan, cache, loader)
         rows, done, asking_s = _first_rows(decoder, plan, selector, cache, loader, graph_pass, timeline)
         shift = Shift(decoder, plan, cache, loader, selector.shift)
         recompute = RecomputePass(decoder, plan, selector, cache, loader, rows, cached, shift, timeline)
-        logits = _computed(decoder, plan, cache, rows, recompute, graph_pass, shift)
+        ids = plan.ids
+        tokens = [ids[row] for row in rows.order]
+        logits = None if graph_pass is None or recompute.narrows else graph_pass.logits(tokens, rows, shift)
+        if logits is None:
+            at = plan.positions[rows.order].to(decoder.device) if plan.dropped else None
+            logits = decoder.compute(tokens, rows, cache, position_ids=at, on_layer=recompute)[-1]
+        else:
+            recompute.skip(decoder.stored_layers)
         recompute.end()
     if logits.is_cuda:  # the caller reads them next in any case; so times are those of the work, not of its launch
         torch.cuda.current_stream(logits.device).synchronize()
@@ -209,26 +211,6 @@ def question_attention(
         decoder.fill_cache(tokens, rows, cache, at, watch)
         mean = watch.mean
     return pad(mean.cpu()[: plan.length], (0, length - plan.length))
-
-
-def _computed(
-    decoder: Decoder,
-    plan: Plan,
-    cache: PromptCache,
-    rows: QueryRows,
-    recompute: RecomputePass,
-    graph_pass: GraphPass | None,
-    shift: Shift,
-) -> torch.Tensor:
-    """Compute rows, by a graph if nothing is to be loaded; return the logits of the prompt's last token."""
-    ids = plan.ids
-    tokens = [ids[row] for row in rows.order]
-    logits = None if graph_pass is None or recompute.narrows else graph_pass.logits(tokens, rows, shift)
-    if logits is not None:
-        recompute.skip(decoder.stored_layers)
-        return logits
-    at = plan.positions[rows.order].to(decoder.device) if plan.dropped else None
-    return decoder.compute(tokens, rows, cache, position_ids=at, on_layer=recompute)[-1]
 
 
 class RecomputePass(OnLayer):

@@ -61,10 +61,8 @@ def answer(
     with session.lock, session.store.view():
         layout = lay_out_messages(session, request, options)
         if layout is None:
-            if retrieved is None:
-                retrieved = retrieve(
-                    session.store, session.finder, request, options, session.recent_chunks, session.timeline
-                )
+            prefer, timeline = session.recent_chunks, session.timeline
+            retrieved = retrieved or retrieve(session.store, session.finder, request, options, prefer, timeline)
             layout = lay_out(session, replace(request, messages=()), options, retrieved=retrieved)
         prepared = begin_answer(session, layout, options)
         started, (first, *more) = time.perf_counter(), prepared.known
@@ -207,25 +205,13 @@ def begin_answer(
         started = time.perf_counter()
         outcome = _fuse(session, layout, streamed, selector, options)
         sampling = sampling_of(options, session.tokenizer, stop_ids(session.decoder))
-        first_tokens = _first_tokens(outcome, sampling)
-        fuse_ms = add_span(session.timeline, f"fuse: {options.fusion}", started) * 1e3
-        chunks, resident_chunks = reply_chunks(session, layout, outcome.fused.plan), _resident_chunks(session, layout)
+        first = _first_tokens(outcome, sampling)
+        ms = add_span(session.timeline, f"fuse: {options.fusion}", started) * 1e3
+        chunks, resident = reply_chunks(session, layout, outcome.fused.plan), _resident_chunks(session, layout)
         marks = plan_marks(session, layout.plan) if marked else ()
         session.store.end_view()  # all is read: no writer, this answer included, has to wait for it
         return PreparedAnswer(
-            session,
-            layout,
-            options,
-            choice,
-            selector,
-            streamed,
-            outcome,
-            chunks,
-            resident_chunks,
-            fuse_ms,
-            first_tokens,
-            sampling,
-            marks,
+            session, layout, options, choice, selector, streamed, outcome, chunks, resident, ms, first, sampling, marks
         )
 
 
@@ -322,13 +308,9 @@ def reply_chunks(session: Session, layout: PromptLayout, plan: Plan) -> list[Rep
 
 
 def _resident_chunks(session: Session, layout: PromptLayout) -> list[ReplyChunk]:
-    if layout.prefix is None:
-        return []
-    tokens = layout.prefix.chunks
-    return [
-        ReplyChunk.of(session.store, hit, tokens=tokens[hit.passage.chunk_id], status="resident")
-        for hit in layout.resident_hits
-    ]
+    tokens = {} if layout.prefix is None else layout.prefix.chunks
+    hits = ((hit, tokens[hit.passage.chunk_id]) for hit in layout.resident_hits)
+    return [ReplyChunk.of(session.store, hit, tokens=count, status="resident") for hit, count in hits]
 
 
 # ---- after the answer ----
