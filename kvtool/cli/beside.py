@@ -115,12 +115,13 @@ def _connected(run: Run, place: Path, request: Request, keep_alive: float) -> so
     if connected is not None or not keep_alive:
         return connected
     from kvtool.core.cache.store import Store  # here: most questions start no engine
+    from kvtool.core.query.retrieve import find_chunks
     from kvtool.core.retrieval.finder import Finder
     from kvtool.core.session.identity import model_files, store_identity
 
     model, asking = run.get(ModelOptions), run.get(QueryOptions)
     with Store.open(place) as store:  # errors are found before a model is loaded, and a download shows its progress
-        asking.find(Finder(store), request)
+        find_chunks(Finder(store), request, asking)
         asking.check_of(store_identity(store))
         model_files(store_identity(store), model, store.made_by())
     run.out.doing("loading the model")

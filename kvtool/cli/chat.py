@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kvtool.cli.answers import cited, end_answer, show_end, show_explained, show_sources, show_verified
 from kvtool.cli.commands import new_app
-from kvtool.cli.options import ManyValues, Run, open_any_store, open_session, takes
+from kvtool.cli.options import ManyValues, Run, open_any_store, takes
 from kvtool.cli.out import Out, error_json
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.collecting import paused_collection
@@ -435,9 +435,12 @@ def hold(run: Run) -> int | None:
             importlib.import_module("kvtool.core.query.answer")  # torch and transformers come with it
             from kvtool.core.query.conversation import Conversation
             from kvtool.core.session.identity import store_identity
+            from kvtool.core.session.session import Session
 
             options.check_of(store_identity(store))
-            session = open_session(run, store)
+            session = Session.open(store, run.get(ModelOptions), warn=run.out.warning)
+            run.out.doing(f"loading the model {session.identity.model}")
+            _ = session.decoder
         lines = lines_for(run.out)
         chat = Chat(run.out, session, Conversation.over(session, options), aloud=lines.is_terminal)
         chat.greet(run.get(StoreOptions).place)

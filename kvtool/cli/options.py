@@ -52,7 +52,6 @@ from kvtool.serve.options import KeepOptions, ServeOptions
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
-    from kvtool.core.session.session import Session
 
 
 R = TypeVar("R")
@@ -257,15 +256,6 @@ def open_any_store(run: Run) -> Store:
 
     timeout = run.get(RemoteOptions).remote_timeout
     return open_shared(place, timeout=timeout, lock_wait=run.lock_wait, warn=run.out.warning)
-
-
-def open_session(run: Run, store: Store, **members: Any) -> Session:
-    from kvtool.core.session.session import Session
-
-    session = Session.open(store, run.get(ModelOptions), warn=run.out.warning, **members)
-    run.out.doing(f"loading the model {session.identity.model}")
-    _ = session.decoder
-    return session
 
 
 def tell_budget(run: Run, max_size: int | None) -> None:

@@ -8,148 +8,38 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from itertools import zip_longest
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvtool.cli.answers import (
-    end_answer,
-    show_decision,
-    show_end,
-    show_explained,
-    show_numbers,
-    show_runs,
-    show_sources,
-    source_line,
-)
+from kvtool.cli.answers import end_answer, show_decision, show_explained, show_numbers, show_runs, show_sources
+from kvtool.cli.batch import answer_batch
 from kvtool.cli.beside import answered_beside, check_kept, is_kept_asked
 from kvtool.cli.commands import new_app
-from kvtool.cli.options import Question, Run, open_any_store, open_session, takes
-from kvtool.cli.out import error_json
+from kvtool.cli.options import Question, Run, open_any_store, takes
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.collecting import paused_collection
-from kvtool.core.common.sizes import counted
 from kvtool.core.common.timeline import Timeline, add_span, process_started
-from kvtool.core.errors import EXIT_FAILED, EXIT_PARTIAL, GateError, KvtoolError, UsageError, did_you_mean
-from kvtool.core.evaluate.measures import MEASURES
+from kvtool.core.errors import KvtoolError, UsageError, did_you_mean
 from kvtool.core.fusion.selectors import FUSIONS, REFERENCE
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import Options, option
 from kvtool.core.query.options import ANSWER, INSIDE, ChunkChoice, QueryOptions
-from kvtool.core.query.reply import Request, Retrieved, marked, numbers, summarise
+from kvtool.core.query.reply import Request
 from kvtool.core.remote.options import RemoteOptions
-from kvtool.serve.options import KeepOptions, ServeOptions
+from kvtool.serve.options import KeepOptions
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
     from kvtool.core.evaluate.audits import Audit
-    from kvtool.core.evaluate.measures import Row
-    from kvtool.core.query.audit import Auditor
     from kvtool.core.query.reply import Reply
+    from kvtool.core.query.retrieve import Retrieved
     from kvtool.core.retrieval.finder import Finder
     from kvtool.core.session.session import Session
-
-    Search = Retrieved | KvtoolError
-
-
-class Batch:
-    def __init__(self, run: Run, session: Session, options: QueryOptions, modes: list[str] | None) -> None:
-        self._run, self._session, self._options, self._modes = run, session, options, modes
-        self._numbers: dict[str, list[Row]] = {}  # by mode, one row a question
-        self._reads = run.out.on_terminal  # else a program does
-        self._audits = modes is None and options.audit > 0
-        self._auditor: Auditor | None = None
-        self._failed = self._audited = 0
-
-    def run(self, requests: Sequence[Request], searches: Sequence[Search]) -> int | None:
-        """Answer the questions. `searches`: of the first ones, from before the model was loaded."""
-        with self._run.out.progress("questions", total=len(requests), unit="questions") as bar:
-            for number, (request, search) in enumerate(zip_longest(requests, searches), 1):
-                if self._reads:
-                    self._run.out.prose(f"{request.id or number}. {request.question}")
-                self._one(request, search)
-                bar.advance()
-        rows = [summarise(mode, of) for mode, of in self._numbers.items()]
-        head: dict[str, Any] = {"type": "summary", "count": len(requests) - self._failed, "failed": self._failed}
-        if self._audits:
-            head["audited"] = self._audited
-        if self._reads:
-            self._sum_up(len(requests), rows)
-        elif self._modes is not None:
-            self._run.out.json(head | {"reference": REFERENCE, "runs": rows})
-        else:
-            self._run.out.json((rows[0] if rows else {}) | head)
-        if self._failed == len(requests):
-            return EXIT_FAILED
-        return EXIT_PARTIAL if self._failed else None
-
-    def _one(self, request: Request, search: Search | None) -> None:
-        known = {"id": request.id} if request.id is not None else {}
-        try:
-            replies = self._ask(request, search)
-        except GateError:  # the next question would meet it, too
-            raise
-        except KvtoolError as error:
-            self._failed += 1
-            if self._reads:
-                self._run.out.prose(f"no answer: {error_json(error)['message']}\n")
-            else:
-                self._run.out.json({"type": "error", **known, "question": request.question, "error": error_json(error)})
-            return
-        for reply in replies:
-            self._numbers.setdefault(reply.asked_mode, []).append(numbers(reply))
-        if self._reads:
-            self._tell(replies)
-        elif self._modes is not None:
-            runs = [reply.to_json() for reply in replies]
-            self._run.out.json({**known, "question": request.question, "reference": REFERENCE, "runs": runs})
-        else:
-            self._run.out.json(known | replies[0].to_json())
-        if self._audits:
-            self._audit(replies[0])
-
-    def _tell(self, replies: list[Reply]) -> None:
-        if self._modes is not None:
-            show_runs(self._run.out, replies, title="")
-        else:
-            self._run.out.prose(marked(replies[0].answer, [asdict(one) for one in replies[0].citations or ()]))
-            show_end(self._run.out, replies[0].to_json())
-        self._run.out.prose(f"{source_line(replies[0].chunks)}\n")
-
-    def _sum_up(self, count: int, rows: list[dict[str, Any]]) -> None:
-        failed = f", {self._failed} without an answer" if self._failed else ""
-        audited = f", {self._audited} audited" if self._audits else ""
-        self._run.out.print(f"{counted(count, 'question')}{failed}{audited}")
-        names = [name for name in MEASURES if any(name in row for row in rows)]
-        head = ("mode", *(name.replace("_", " ") for name in names), "TTFT ms", "answer ms")
-        times = ("ttft_ms_median", "generate_ms_median")
-        cells = [(row["fusion"], *map(row.get, names), *(round(row[name]) for name in times)) for row in rows]
-        if rows:
-            self._run.out.table(head, cells)
-
-    def _audit(self, reply: Reply) -> None:
-        """Answer in full, too, where this question is drawn: the printed line is final."""
-        from kvtool.core.query.audit import Auditor
-
-        self._auditor = self._auditor or Auditor(self._session)
-        if self._auditor.is_due(reply, self._options.audit):
-            self._audited += self._auditor.audit(reply, self._options) is not None
-
-    def _ask(self, request: Request, search: Search | None) -> list[Reply]:
-        if isinstance(search, KvtoolError):
-            raise search
-        if self._modes is None:
-            from kvtool.core.query.answer import answer
-
-            return [answer(self._session, request, self._options, retrieved=search)]
-        from kvtool.core.query.audit import compare
-
-        return compare(self._session, request, self._options, self._modes, search)
 
 
 app = new_app()
@@ -207,137 +97,51 @@ def query(
         # One answer leaves too little garbage to look at all that is imported and loaded for it: 0.6 s of a processor.
         gc.disable()  # until the end of the process, which comes then; see cli/app.py
     with _timed() as timeline, open_any_store(run) as store:
+        from kvtool.core.query.retrieve import retrieve
         from kvtool.core.retrieval.finder import Finder
         from kvtool.core.session.identity import store_identity
 
         finder = Finder(store, run.out.warning)
-        searches = [*_search_until_found(store, finder, requests, options, timeline)]
-        retrieved = searches[-1]
-        if isinstance(retrieved, KvtoolError):
-            if flags.batch is None:
-                raise retrieved
-            from kvtool.core.session.session import Session  # of torch
-
-            return Batch(run, Session.open(store), options, modes).run(requests, searches)
-        options.check_of(store_identity(store), modes or ())  # before the model is loaded
-        # Modes that are compared each load for themselves.
-        memory_cache = run.get(ServeOptions).memory_cache if flags.batch is not None and modes is None else None
-        session = _session(run, store, finder, timeline, memory_cache)
+        load_session = functools.partial(_load_session, run, store, finder, timeline)
         if flags.batch is not None:
-            return Batch(run, session, options, modes).run(requests, searches)
-        if modes is not None:
-            _compare(run, session, requests[0], options, modes, retrieved)
-        else:
+            return answer_batch(run, store, finder, requests, options, modes, timeline, load_session)
+        retrieved = retrieve(store, finder, requests[0], options, timeline=timeline)
+        options.check_of(store_identity(store), modes or ())  # before the model is loaded
+        session = load_session()
+        if modes is None:
             _answer(run, session, requests[0], options, retrieved)
+        else:
+            _compare(run, session, requests[0], options, modes, retrieved)
     return None
 
 
-@contextmanager
-def _timed() -> Iterator[Timeline | None]:
-    """Write a timeline of the block to the file that `KVTOOL_TIMELINE` names, if any."""
-    name = os.environ.get(TIMELINE)
-    if not name:
-        yield None
-        return
-    path = Path(name).expanduser()
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise UsageError(f"the timeline cannot be written to {name!r}", "name a file in a folder that exists")
-    timeline = Timeline()
-    if (began := process_started()) is not None:
-        add_span(timeline, "start of the process", began)
-    try:
-        yield timeline
-    finally:
-        try:
-            timeline.write(path)
-        except OSError as error:
-            raise KvtoolError(f"the timeline {str(path)!r} cannot be written: {error.strerror}") from error
-
-
-# ---- what was asked ----
-
-
-def _modes(compare: str | None) -> list[str] | None:
-    if compare is None:
-        return None
-    modes = [mode.strip() for mode in compare.split(",") if mode.strip()]
-    unknown = [mode for mode in modes if mode not in FUSIONS]
-    if unknown or not modes:
-        raise UsageError(
-            f"--compare: there is no fusion mode {', '.join(unknown) or compare!r}",
-            (did_you_mean(unknown[0], FUSIONS) if len(unknown) == 1 else "") or f"known: {', '.join(FUSIONS)}",
-        )
-    return modes
-
-
-def _requests(question: str | None, batch: Path | None, choice: ChunkChoice) -> list[Request]:
-    from kvtool.core.query.reply import read_batch
-
-    if batch is not None:
-        if question is not None or choice.chunks or choice.documents:
-            raise UsageError("--batch brings its own questions and chunks", "leave the question out")
-        return read_batch(batch)
-    if question is None:
-        raise UsageError("no question was given", 'kvtool query "Who founded the observatory?"')
-    if question == "-":
-        question = _from_stdin()
-    if not question.strip():
-        raise UsageError("the question is empty", 'kvtool query "Who founded the observatory?"')
-    return [Request(question, choice.chunks, choice.documents)]
-
-
-def _piped(run: Run) -> str | None:
-    run.out.doing("reading the question from stdin")
-    question = _from_stdin()
-    if lines := question.count("\n"):
-        run.out.status(f"{lines + 1} lines are one question; `kvtool chat` and --batch answer one after another")
-    return question or None
-
-
-def _from_stdin() -> str:
-    if sys.stdin is None:  # started with it closed
-        raise UsageError("there is no stdin to read the question from", "give the question as an argument")
-    try:
-        return sys.stdin.buffer.read().decode("utf-8").strip()
-    except UnicodeDecodeError as error:
-        raise UsageError("the question on stdin is not UTF-8", "convert it, such as with iconv") from error
-
-
-def _search_until_found(
-    store: Store, finder: Finder, requests: Sequence[Request], options: QueryOptions, timeline: Timeline | None
-) -> Iterator[Search]:
-    """Search for each question before the model is loaded, up to the first that finds chunks."""
-    for request in requests:
-        started = time.perf_counter()
-        try:
-            with store.view():
-                result, revision = options.find(finder, request), store.documents_revision()
-        except KvtoolError as error:
-            yield error
-        else:
-            yield Retrieved(result, revision, add_span(timeline, "search", started) * 1e3)
-            return
-
-
-def _session(run: Run, store: Store, finder: Finder, timeline: Timeline | None, memory_cache: int | None) -> Session:
+def _load_session(
+    run: Run, store: Store, finder: Finder, timeline: Timeline | None, memory_cache: int | None = None
+) -> Session:
     started = time.perf_counter()
     with paused_collection():
         importlib.import_module("kvtool.core.query.answer")  # torch and transformers come with it
-        from kvtool.core.fusion.source import RecentChunks
+        from kvtool.core.fusion.chunk_cache import RecentChunks
+        from kvtool.core.session.session import Session
     add_span(timeline, "import", started)
     started = time.perf_counter()
-    recent_chunks = None if memory_cache is None else RecentChunks(memory_cache)
-    members = {"memory_cache": memory_cache, "recent_chunks": recent_chunks}
-    session = open_session(run, store, finder=finder, say=run.out.status, timeline=timeline, **members)
-    add_span(timeline, "load model", started)
+    session = Session.open(
+        store,
+        run.get(ModelOptions),
+        warn=run.out.warning,
+        finder=finder,
+        say=run.out.status,
+        timeline=timeline,
+        memory_cache=memory_cache,
+        recent_chunks=None if memory_cache is None else RecentChunks(memory_cache),
+    )
+    run.out.doing(f"loading the model {session.identity.model}")
     loaded = session.decoder.loaded
+    add_span(timeline, "load model", started)
     run.out.detail(
         f"{loaded.files.ref} on {loaded.device} in {loaded.arithmetic.dtype}, loaded in {loaded.load_ms:.0f} ms"
     )
     return session
-
-
-# ---- one question ----
 
 
 def _answer(run: Run, session: Session, request: Request, options: QueryOptions, retrieved: Retrieved) -> None:
@@ -390,3 +194,71 @@ def _compare(
         show_decision(run.out, reply.to_json())
     value = {"reference": REFERENCE, "runs": [reply.to_json() for reply in replies]}
     run.out.result(value, human=lambda: show_runs(run.out, replies, request.question))
+
+
+def _modes(compare: str | None) -> list[str] | None:
+    if compare is None:
+        return None
+    modes = [mode.strip() for mode in compare.split(",") if mode.strip()]
+    unknown = [mode for mode in modes if mode not in FUSIONS]
+    if unknown or not modes:
+        raise UsageError(
+            f"--compare: there is no fusion mode {', '.join(unknown) or compare!r}",
+            (did_you_mean(unknown[0], FUSIONS) if len(unknown) == 1 else "") or f"known: {', '.join(FUSIONS)}",
+        )
+    return modes
+
+
+def _requests(question: str | None, batch: Path | None, choice: ChunkChoice) -> list[Request]:
+    from kvtool.core.query.reply import read_batch
+
+    if batch is not None:
+        if question is not None or choice.chunks or choice.documents:
+            raise UsageError("--batch brings its own questions and chunks", "leave the question out")
+        return read_batch(batch)
+    if question is None:
+        raise UsageError("no question was given", 'kvtool query "Who founded the observatory?"')
+    if question == "-":
+        question = _from_stdin()
+    if not question.strip():
+        raise UsageError("the question is empty", 'kvtool query "Who founded the observatory?"')
+    return [Request(question, choice.chunks, choice.documents)]
+
+
+def _piped(run: Run) -> str | None:
+    run.out.doing("reading the question from stdin")
+    question = _from_stdin()
+    if lines := question.count("\n"):
+        run.out.status(f"{lines + 1} lines are one question; `kvtool chat` and --batch answer one after another")
+    return question or None
+
+
+def _from_stdin() -> str:
+    if sys.stdin is None:  # started with it closed
+        raise UsageError("there is no stdin to read the question from", "give the question as an argument")
+    try:
+        return sys.stdin.buffer.read().decode("utf-8").strip()
+    except UnicodeDecodeError as error:
+        raise UsageError("the question on stdin is not UTF-8", "convert it, such as with iconv") from error
+
+
+@contextmanager
+def _timed() -> Iterator[Timeline | None]:
+    """Write a timeline of the block to the file that `KVTOOL_TIMELINE` names, if any."""
+    name = os.environ.get(TIMELINE)
+    if not name:
+        yield None
+        return
+    path = Path(name).expanduser()
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UsageError(f"the timeline cannot be written to {name!r}", "name a file in a folder that exists")
+    timeline = Timeline()
+    if (began := process_started()) is not None:
+        add_span(timeline, "start of the process", began)
+    try:
+        yield timeline
+    finally:
+        try:
+            timeline.write(path)
+        except OSError as error:
+            raise KvtoolError(f"the timeline {str(path)!r} cannot be written: {error.strerror}") from error

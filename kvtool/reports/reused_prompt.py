@@ -12,9 +12,9 @@ from kvtool.core.codec.base import LayerKV
 from kvtool.core.codec.levels import RAW, level_of
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.fusion.engine import Fused, fuse
+from kvtool.core.fusion.loader import KVSource, MemorySource, ReadStats
 from kvtool.core.fusion.plan import Plan, Segment, build_plan
 from kvtool.core.fusion.selectors.base import Selector
-from kvtool.core.fusion.source import KVSource, MemorySource, ReadStats
 from kvtool.core.kernels.attention.eager import attention_weights
 from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.model.attention import QueryRows
@@ -23,6 +23,7 @@ from kvtool.core.model.passes import OnLayer
 from kvtool.core.model.prefill import ChunkKV, PrefillItem, prefill_chunks
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.query.prompt import lay_out
+from kvtool.core.query.retrieve import find_chunks
 
 if TYPE_CHECKING:
     from kvtool.core.common.types import Ids
@@ -57,7 +58,7 @@ class ReusedPrompt:
     @classmethod
     def of(cls, decoder: Decoder, plan: Plan, source: KVSource) -> ReusedPrompt:
         """Check a prompt. Raises UsageError if nothing of it is reused, or rows of it are not stored."""
-        if any(segment.source.kept is not None for segment in plan.segments):
+        if any(segment.source.stored_rows is not None for segment in plan.segments):
             raise UsageError(
                 "some rows of this prompt are not stored, so that they cannot be compared", "name a level of all rows"
             )
@@ -168,7 +169,7 @@ def lay_out_exactly(session: Session, requests: Sequence[Request], options: Quer
     KvtoolError: the lead-in of such a chunk is lost.
     """
     for request in requests:  # a chunk that cannot be found is reported before the model is loaded
-        options.find(session.finder, request)
+        find_chunks(session.finder, request, options)
     _ = session.decoder  # whose context the prompts have to fit
     exactly = options.level == "auto"
     prompts = [lay_out(session, request, options, exactly=exactly, answered=False) for request in requests]
@@ -191,7 +192,7 @@ def _computed(session: Session, asked: PromptLayout, source: ExactSource) -> Pro
                 before = _before(session, segment, hit.passage.source, hit.passage.start)
                 item = PrefillItem(segment.ids, before)
                 source.computed[candidate.chunk_id] = prefill_chunks(session.decoder, session.lead_in, [item])[0]
-            candidate = replace(candidate, level=RAW, kept=None, reason="")
+            candidate = replace(candidate, level=RAW, stored_rows=None, reason="")
         chunks.append(candidate)
     return replace(asked, plan=build_plan(prefix.source, chunks, question.ids))
 

@@ -28,7 +28,7 @@ from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.answer import begin_answer
 from kvtool.core.query.cite import RareWords, Sentence, cite, passage_sentences, sentences_of
 from kvtool.core.query.options import QueryOptions
-from kvtool.core.query.prompt import lay_out_request
+from kvtool.core.query.prompt import lay_out
 from kvtool.core.query.reply import Request, read_batch
 from kvtool.core.retrieval.terms import terms
 from kvtool.core.session.session import Session
@@ -130,7 +130,7 @@ def asked(
     """Answer a question; return whether each rule's sentence is a marked one, the milliseconds of processor time,
     and the number of sentences."""
     with session.lock, session.store.view():
-        begun = begin_answer(session, lay_out_request(session, request, options), options)
+        begun = begin_answer(session, lay_out(session, request, options), options)
         first, *more = begun.known
         said = generate(session.decoder, begun.outcome.fused.cache, first, begun.sampling, None, more)
     text, started = said.text.strip(), time.process_time()

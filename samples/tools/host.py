@@ -40,9 +40,8 @@ from kvtool.core.codec.levels import RAW, level_of
 from kvtool.core.codec.profile import Profile
 from kvtool.core.common.machine import Arithmetic
 from kvtool.core.common.types import Events, Ids
-from kvtool.core.fusion.loader import open_loader
+from kvtool.core.fusion.loader import StoreSource, open_loader
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
-from kvtool.core.fusion.source import StoreSource
 from kvtool.core.ingest.account import Account
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.ingest.prepare import PreparedFile

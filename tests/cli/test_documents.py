@@ -10,6 +10,7 @@ import pytest
 from kvtool.core.cache.store import Store
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
+from kvtool.core.query.retrieve import find_chunks
 from kvtool.core.retrieval.finder import Finder
 from tests.cli.working import PREFIX, SHORT, Done, kvtool
 from tests.families import save_tiny
@@ -44,7 +45,7 @@ def test_every_question_finds_the_place_of_its_answer(asked: tuple[Path, list[do
 
 def _cited(finder: Finder, store: Store, one: documents.Asked, folder: Path) -> str:
     """The place of the answer in the chunks that are found for its question; it names its chunk again."""
-    for hit in QueryOptions().find(finder, Request(one.question)).hits:
+    for hit in find_chunks(finder, Request(one.question), QueryOptions()).hits:
         document = store.document(hit.passage.source)
         at = document.text.find(one.answers[0], hit.passage.start, hit.passage.end)
         if at >= 0:

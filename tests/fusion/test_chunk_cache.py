@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from kvtool.core.fusion.chunk_cache import ChunkCache, RecentChunks
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.reuse import Reuse
-from kvtool.core.fusion.source import ChunkCache, RecentChunks
 from tests.fusion.making import BOS, CHUNKS, PREFIX, Case, SpySource, same_bits, tokens
 
 LAYERS = 4

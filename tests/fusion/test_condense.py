@@ -10,19 +10,20 @@ import torch
 
 from kvtool.core.evaluate.reference import forced_logits
 from kvtool.core.fusion.cost import LoadSpeed, PassSpeed, PromptRows, Span, Speeds
-from kvtool.core.fusion.engine import Fused, compact_plan, extend_fused, joined
+from kvtool.core.fusion.engine import Fused, compact_plan
+from kvtool.core.fusion.loader import KVSource, ReadStats
 from kvtool.core.fusion.plan import Candidate, Plan, Segment, build_plan
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.blend import Blend
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.fusion.selectors.union import Union
-from kvtool.core.fusion.source import KVSource, ReadStats
 from kvtool.core.kernels.attention.eager import attention_weights
 from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
 from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.decode.cuda_graph import StaticStep
 from kvtool.core.model.generate import greedy_prefix
+from kvtool.core.query.iterative import extend_fused, joined
 from tests.fusion.making import (
     BOS,
     CHUNKS,
@@ -58,7 +59,7 @@ class SomeRows(KVSource):
 
 
 def sparse(source: Candidate, kept: tuple[int, ...] | None) -> Candidate:
-    return source if kept is None else replace(source, level=LEVEL, kept=kept)
+    return source if kept is None else replace(source, level=LEVEL, stored_rows=kept)
 
 
 def plan_of(one: Case, lead_in: tuple[int, ...] = BOS, question: tuple[int, ...] = QUESTION) -> Plan:

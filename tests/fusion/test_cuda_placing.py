@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from kvtool.core.fusion import loader, placing
+from kvtool.core.fusion.chunk_cache import ChunkCache, held_on
+from kvtool.core.fusion.loader import KVSource, StoreSource
 from kvtool.core.fusion.placing import LayerMemory
 from kvtool.core.fusion.plan import Part, Plan, build_plan
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.fusion.selectors.union import Union
-from kvtool.core.fusion.source import ChunkCache, KVSource, StoreSource, held_on
 from tests.families import tiny_model
 from tests.fusion.launching import Kernel, Records, held_on_gpu, logits_on_cpu, on_gpu
 from tests.fusion.making import BOS, CHUNKS, DTYPES, Case, SpySource, assert_full, decoder_of, distance, needed, on_cpu

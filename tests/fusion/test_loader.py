@@ -15,6 +15,7 @@ import torch
 
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion import loader
+from kvtool.core.fusion.loader import MemorySource, ReadStats
 from kvtool.core.fusion.plan import Plan, Segment
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.blend import Blend
@@ -22,7 +23,6 @@ from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.fusion.selectors.prefix import Prefix
 from kvtool.core.fusion.selectors.reuse import Reuse
-from kvtool.core.fusion.source import MemorySource, ReadStats
 from tests.fusion.making import (
     BOS,
     CHUNKS,

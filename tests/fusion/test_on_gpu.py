@@ -10,11 +10,11 @@ import torch
 from kvtool.core.codec.base import LayerKV
 from kvtool.core.fusion import loader
 from kvtool.core.fusion.engine import fuse
+from kvtool.core.fusion.loader import KVSource, ReadStats
 from kvtool.core.fusion.plan import Segment
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.epic import Epic
-from kvtool.core.fusion.source import KVSource, ReadStats
 from kvtool.core.kernels.rope import RopeTables
 from kvtool.core.model.rope import Rotary
 from tests.fusion.launching import logits_on_cpu, on_gpu

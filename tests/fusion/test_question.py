@@ -14,9 +14,9 @@ import torch
 from transformers import DynamicCache
 
 from kvtool.core.fusion.cost import MOST_ASKING
+from kvtool.core.fusion.engine import question_attention
 from kvtool.core.fusion.loader import open_loader
 from kvtool.core.fusion.plan import Plan
-from kvtool.core.fusion.question_pass import question_attention
 from kvtool.core.fusion.selectors.base import Pooling
 from kvtool.core.fusion.selectors.infoflow import Infoflow
 from kvtool.core.fusion.selectors.reuse import Reuse

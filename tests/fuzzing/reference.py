@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from kvtool.core.checkpoint.hub import resolve
 from kvtool.core.checkpoint.load import load_model
 from kvtool.core.fusion.engine import Fused, fuse
+from kvtool.core.fusion.loader import MemorySource
 from kvtool.core.fusion.plan import Plan, Segment
 from kvtool.core.fusion.selectors.base import Selector
-from kvtool.core.fusion.source import MemorySource
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
 from tests.families import HYBRIDS
@@ -123,7 +123,7 @@ class Reference:
         ids, first = segment.source.ids, segment.position
         alone = DynamicCache()
         forward(model, [*lead_in, *ids], range(first - len(lead_in), first + len(ids)), alone, [])
-        tokens = [at if segment.kept is None else segment.kept[at] for at in wanted]
+        tokens = [at if segment.placed_rows is None else segment.placed_rows[at] for at in wanted]
         places = [len(lead_in) + token for token in tokens]
         return [(layer.keys[:, :, places], layer.values[:, :, places]) for layer in alone.layers]
 

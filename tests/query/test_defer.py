@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from kvtool.core.fusion.chunk_cache import RecentChunks
 from kvtool.core.fusion.selectors import SELECTORS
-from kvtool.core.fusion.source import RecentChunks
 from kvtool.core.query.answer import answer
 from kvtool.core.query.iterative import confidence, judge
 from kvtool.core.query.options import QueryOptions

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from kvtool.core.fusion.loader import StoreSource
 from kvtool.core.fusion.plan import Candidate, Plan, Segment
-from kvtool.core.fusion.source import StoreSource
 from kvtool.core.query.explain import explain
 from tests.cli.working import QUESTION, SHORT, chunks_of, drop_records, kvtool, write_batch
 

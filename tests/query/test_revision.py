@@ -113,17 +113,17 @@ def test_a_store_that_changes_in_the_middle_of_a_question(
     session = replace(session, warn=lambda text, hint: told.append(text))
     options = replace(OPTIONS, fusion=mode)
     expected = answer(session, Request("Who built the third mill?"), options)
-    lay_out = answering.lay_out_request
+    lay_out = answering.lay_out
 
-    def laid_out(*args: Any) -> Any:
-        asked = lay_out(*args)
+    def laid_out(*args: Any, **more: Any) -> Any:
+        asked = lay_out(*args, **more)
         thread = threading.Thread(target=change, args=(store,))
         thread.start()
         thread.join(20)
         assert not thread.is_alive(), "a writer waits for a reader"
         return asked
 
-    monkeypatch.setattr(answering, "lay_out_request", laid_out)
+    monkeypatch.setattr(answering, "lay_out", laid_out)
     reply = answer(session, Request("Who built the third mill?"), options)
     assert facts(reply) == facts(expected)
     assert reply.revision == expected.revision

@@ -17,7 +17,7 @@ from kvtool.core.model.options import ModelOptions
 from kvtool.core.model.prompt import message_tokens
 from kvtool.core.query.answer import answer
 from kvtool.core.query.options import QueryOptions
-from kvtool.core.query.prompt import lay_out_messages, lay_out_request
+from kvtool.core.query.prompt import lay_out, lay_out_messages
 from kvtool.core.query.reply import OWN_TEXT, Request
 from kvtool.core.session.session import Session
 from tests.cli.working import QUESTION, kvtool
@@ -187,5 +187,5 @@ def test_a_prompt_of_too_many_characters_is_refused_before_it_is_tokenised(
     text = "word " * (20 * session.decoder.context)
     request = Request(text, messages=(*messages, ("user", text)) if pasted else ())
     with pytest.raises(UsageError, match="characters, and what the model takes"):
-        lay_out_request(session, request, QueryOptions())
+        (lay_out_messages if pasted else lay_out)(session, request, QueryOptions())
     assert max(tokenised, default=0) <= 64 * session.decoder.context

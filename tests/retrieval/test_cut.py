@@ -9,6 +9,7 @@ import pytest
 from kvtool.core.cache.store import Store
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
+from kvtool.core.query.retrieve import find_chunks
 from kvtool.core.retrieval.finder import Finder, Retrieval
 from tests.retrieval.making import store_of
 
@@ -28,7 +29,7 @@ def finder(store: Store) -> Finder:
 
 
 def found(finder: Finder, question: str, top_k: int = 5, **how: object) -> tuple[set[str], int]:
-    hits, cut, _ = QueryOptions(top_k=top_k, **how).find(finder, Request(question))  # type: ignore[arg-type]
+    hits, cut, _ = find_chunks(finder, Request(question), QueryOptions(top_k=top_k, **how))  # type: ignore[arg-type]
     return {hit.passage.source for hit in hits}, cut
 
 
@@ -51,7 +52,7 @@ def test_a_share_of_0_cuts_nothing_and_one_of_1_keeps_what_is_as_good_as_the_bes
 
 
 def test_what_is_named_or_read_in_rounds_is_not_cut(finder: Finder) -> None:
-    hits, cut, _ = QueryOptions().find(finder, Request(FOUNDED, documents=("clock", "mill")))
+    hits, cut, _ = find_chunks(finder, Request(FOUNDED, documents=("clock", "mill")), QueryOptions())
     assert [hit.passage.source for hit in hits] == ["clock", "mill"]
     assert cut == 0
     assert found(finder, FOUNDED, defer=True) == ({"dome", "tower", "mill", "ferry"}, 0)

@@ -11,6 +11,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.errors import NothingFoundError
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
+from kvtool.core.query.retrieve import find_chunks
 from kvtool.core.retrieval import search
 from kvtool.core.retrieval.finder import Finder, Retrieval
 from kvtool.core.retrieval.passages import Found
@@ -91,7 +92,7 @@ def test_a_version_is_found_before_one_of_equal_value() -> None:
 
 def test_a_number_with_decimals_is_no_greeting(tmp_path: Path) -> None:
     with store_of(tmp_path, {"sum": "It cost 1250.5 crowns."}) as store:
-        assert first(QueryOptions().find(Finder(store), Request("Hi, what is 1,250.50?"))) == "sum"
+        assert first(find_chunks(Finder(store), Request("Hi, what is 1,250.50?"), QueryOptions())) == "sum"
 
 
 LIGHT = {"light": "The lighthouse of Kellhaven was built in 1874.", "mill": "The mill grinds corn for lightermen."}
@@ -152,7 +153,7 @@ def test_what_is_gone_from_the_store_corrects_nothing(tmp_path: Path) -> None:
 
 def test_a_question_that_only_greets_but_for_a_typo_is_answered(tmp_path: Path) -> None:
     with store_of(tmp_path, LIGHT) as store:
-        found = QueryOptions(min_score=0.5).find(Finder(store), Request("Hi there, the ligthouse?"))
+        found = find_chunks(Finder(store), Request("Hi there, the ligthouse?"), QueryOptions(min_score=0.5))
         assert (first(found), *found[1:]) == ("light", 0, [{"from": "ligthouse", "to": "lighthouse"}])
 
 

@@ -11,6 +11,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.errors import NothingFoundError
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
+from kvtool.core.query.retrieve import find_chunks
 from kvtool.core.retrieval.finder import Finder
 from kvtool.core.retrieval.terms import asked_terms, without_idle
 from tests.retrieval.making import index_of_texts, search_in
@@ -24,7 +25,7 @@ SAMPLES = Path(__file__).parents[2] / "samples"
 
 
 def sources(finder: Finder, question: str, **how: object) -> list[str]:
-    hits, *_ = QueryOptions(**how).find(finder, Request(question))  # type: ignore[arg-type]
+    hits, *_ = find_chunks(finder, Request(question), QueryOptions(**how))  # type: ignore[arg-type]
     return [hit.passage.source for hit in hits]
 
 

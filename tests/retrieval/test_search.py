@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from kvtool.core.query.options import in_order
+from kvtool.core.query.retrieve import in_order
 from kvtool.core.retrieval.finder import _matcher
 from kvtool.core.retrieval.index import Index
 from kvtool.core.retrieval.passages import Hit, Passage, title_of

@@ -22,9 +22,9 @@ from kvtool.core.errors import DamagedError
 from kvtool.core.evaluate.measures import Row, means, score
 from kvtool.core.evaluate.reference import Reference
 from kvtool.core.fusion.engine import Fused, fuse
+from kvtool.core.fusion.loader import KVSource, ReadStats, RecordMissing
 from kvtool.core.fusion.plan import Candidate, Plan, Segment, build_plan
 from kvtool.core.fusion.selectors.union import Union
-from kvtool.core.fusion.source import KVSource, ReadStats, RecordMissing
 from kvtool.core.model.generate import Generated
 from kvtool.core.records.heavy_hitters import heaviest, repeated
 from kvtool.core.records.read import exact_level
@@ -117,7 +117,7 @@ class PromptKV(KVSource):
             for kv, own in zip(lossy.layers, back, strict=True):
                 kv[segment.position] = own
             if rows is not None:
-                segments[number] = replace(segment, status="hit", source=replace(segment.source, kept=rows))
+                segments[number] = replace(segment, status="hit", source=replace(segment.source, stored_rows=rows))
         return lossy, Plan(tuple(segments)), totals
 
     def read(self, segments: Sequence[Segment], layer: int, stats: ReadStats) -> list[LayerKV]:

@@ -115,22 +115,22 @@ def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A segment of the prompt. `level`: of its records; None if it is not stored. `held`: in memory, so that nothing is
+    """A segment of the prompt. `level`: of its records; None if it is not stored. `in_memory`: so that nothing is
     read. `dropped`: tokens whose rows are not stored: they are not read, and no ratio is a share of them."""
 
     tokens: int
     status: str
     level: str | None = None
-    held: bool = False
+    in_memory: bool = False
     dropped: int = 0
 
     @classmethod
-    def of(cls, segment: Segment, held: bool = False) -> Span:
+    def of(cls, segment: Segment, in_memory: bool = False) -> Span:
         if not segment.cached:
-            return cls(len(segment.ids), segment.status, held=held)
+            return cls(len(segment.ids), segment.status, in_memory=in_memory)
         source = segment.source
         gone = len(source.ids) - len(source.rows)
-        return cls(len(source.ids), segment.status, source.level, held, gone)
+        return cls(len(source.ids), segment.status, source.level, in_memory, gone)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ class PromptRows:
             self._keys[kind] += _keys_seen(start, span.tokens)
             there = span.tokens - span.dropped
             if cached and span.level is not None:
-                self._stored[kind][span.level] += 0 if span.held else there
+                self._stored[kind][span.level] += 0 if span.in_memory else there
                 self.context += there if number else 0
             if number and status == "hit":
                 self.hit_chunks.append(there)

@@ -1,27 +1,28 @@
 """Fuse cached segments into one prompt cache. A selector, which is a fusion mode, chooses the rows to recompute: a mode
 that ranks rows by the question's attention runs the question first, over the cache as it is loaded. Then one pass
-computes the chosen rows and the fresh ones. Further chunks can extend a fused prompt."""
+computes the chosen rows and the fresh ones."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from kvtool.core.common.timeline import Timeline, add_span
+from kvtool.core.fusion.cost import MOST_ASKING
 from kvtool.core.fusion.graph_pass import GraphPass
-from kvtool.core.fusion.loader import Loader, open_loader
-from kvtool.core.fusion.plan import Candidate, Plan, Segment, as_resident, extend_plan
-from kvtool.core.fusion.question_pass import question_attention
-from kvtool.core.fusion.recompute_pass import RecomputePass
-from kvtool.core.fusion.selectors.base import Selector
+from kvtool.core.fusion.loader import KVSource, Loader, RecordMissing, open_loader
+from kvtool.core.fusion.plan import Plan, Segment
+from kvtool.core.fusion.selectors.base import Pooling, QuestionWatch, Selector
 from kvtool.core.fusion.shift import Shift, Shifted
-from kvtool.core.fusion.source import KVSource, RecordMissing
 from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.passes import OnLayer
 from kvtool.core.model.prompt_cache import PromptCache
 
 
@@ -93,18 +94,18 @@ def fuse(
     that the compute waits for one record; None: no limit. `cache`: holds the plan's first, resident segment; after a
     slow record the result has another cache."""
     while True:
-        there = compact_plan(plan, selector, decoder.stored_layers)
+        compact = compact_plan(plan, selector, decoder.stored_layers)
         if cache is not None:
             cache.reserve(plan.length + reserve)
-        into = decoder.new_cache(there.length + reserve) if cache is None else cache
+        prompt_cache = decoder.new_cache(compact.length + reserve) if cache is None else cache
         try:
-            return fuse_into(into, decoder, there, selector, source, timeline, patience)
+            return fuse_into(prompt_cache, decoder, compact, selector, source, timeline, patience)
         except RecordMissing as missing:
-            original = {id(compact): segment for compact, segment in zip(there.segments, plan.segments, strict=True)}
-            for compact, reason in missing.unusable:
-                plan = plan.without(original[id(compact)], reason, missing.stored)
+            original = dict(zip(map(id, compact.segments), plan.segments, strict=True))
+            for segment, reason in missing.unusable:
+                plan = plan.without(original[id(segment)], reason, missing.stored)
             if cache is not None and missing.stored:  # the thread that reads it may still write into these buffers
-                cache = copied(decoder, cache, there.segments[0].stop)
+                cache = copied(decoder, cache, compact.segments[0].stop)
 
 
 def fuse_into(
@@ -122,17 +123,22 @@ def fuse_into(
     cache.position_ids = plan.position_ids
     cached = plan.mask("hit", "exact")
     started = time.perf_counter()
-    with ExitStack() as stack:
-        # A segment with more rows in the plan than in the store is computed at every layer.
-        segments = [
-            segment for segment in selector.reads(plan, decoder.stored_layers) if segment.kept == segment.source.kept
-        ]
-        loader = stack.enter_context(open_loader(decoder, segments, cache, source, timeline, patience=patience))
+    # A segment with more rows in the plan than in the store is computed at every layer.
+    reads = selector.reads(plan, decoder.stored_layers)
+    segments = [segment for segment in reads if segment.placed_rows == segment.source.stored_rows]
+    with open_loader(decoder, segments, cache, source, timeline, patience=patience) as loader:
         graph_pass = GraphPass.of(decoder, plan, cache, loader)
         rows, done, asking_s = _first_rows(decoder, plan, selector, cache, loader, graph_pass, timeline)
         shift = Shift(decoder, plan, cache, loader, selector.shift)
         recompute = RecomputePass(decoder, plan, selector, cache, loader, rows, cached, shift, timeline)
-        logits = _computed(decoder, plan, cache, rows, recompute, graph_pass, shift)
+        ids = plan.ids
+        tokens = [ids[row] for row in rows.order]
+        logits = None if graph_pass is None or recompute.narrows else graph_pass.logits(tokens, rows, shift)
+        if logits is None:
+            at = plan.positions[rows.order].to(decoder.device) if plan.dropped else None
+            logits = decoder.compute(tokens, rows, cache, position_ids=at, on_layer=recompute)[-1]
+        else:
+            recompute.skip(decoder.stored_layers)
         recompute.end()
     if logits.is_cuda:  # the caller reads them next in any case; so times are those of the work, not of its launch
         torch.cuda.current_stream(logits.device).synchronize()
@@ -169,8 +175,7 @@ def _first_rows(
     if not layers:
         chosen = selector.rows(plan) & cached if selector.uses_cache else cached
         return _rows(decoder, plan, chosen | plan.mask("miss", "fresh")), 0, 0.0
-    by_graph = None if graph_pass is None else graph_pass.attention
-    attention = question_attention(decoder, plan, cache, loader, layers, selector.pooling, by_graph)
+    attention = question_attention(decoder, plan, cache, loader, layers, selector.pooling, graph_pass)
     chosen = selector.rows(plan, attention) & cached
     asking = add_span(timeline, "question attention", started) - loader.waited_s
     return _rows(decoder, plan, chosen | plan.mask("fresh")), int(plan.mask("miss").sum()), asking
@@ -180,24 +185,110 @@ def _rows(decoder: Decoder, plan: Plan, mask: torch.Tensor) -> QueryRows:
     return QueryRows.of(mask.nonzero()[:, 0], decoder.device, plan.position_ids)
 
 
-def _computed(
+def question_attention(
     decoder: Decoder,
     plan: Plan,
     cache: PromptCache,
-    rows: QueryRows,
-    recompute: RecomputePass,
-    graph_pass: GraphPass | None,
-    shift: Shift,
+    loader: Loader,
+    layers: range,
+    pooling: Pooling = "rows",
+    graph_pass: GraphPass | None = None,
 ) -> torch.Tensor:
-    """Compute rows, by a graph if nothing is to be loaded; return the logits of the prompt's last token."""
-    ids = plan.ids
+    """Measure the question's attention to the whole prompt, over reused rows at their true positions: float32
+    `[plan.length]`, the mean over `layers`. Of a question longer than `MOST_ASKING` tokens only the end is computed;
+    places after it are 0. `pooling` of rows: L2 norm (`rows`, InfoFlow KV), the `last` row, which predicts the answer's
+    first token, or the geometric mean of `both`. `graph_pass`: computes the same where nothing is to be loaded."""
+    length, plan = plan.length, plan.with_question_end(MOST_ASKING)
+    rows = QueryRows.of(plan.mask("miss", "fresh").nonzero()[:, 0], decoder.device, plan.position_ids)
+    ends = not bool(plan.mask("miss").any())
+    count, ids = len(plan.segments[-1].ids), plan.ids
     tokens = [ids[row] for row in rows.order]
-    logits = None if graph_pass is None or recompute.narrows else graph_pass.logits(tokens, rows, shift)
-    if logits is not None:
-        recompute.skip(decoder.stored_layers)
-        return logits
-    at = plan.positions[rows.order].to(decoder.device) if plan.dropped else None
-    return decoder.compute(tokens, rows, cache, position_ids=at, on_layer=recompute)[-1]
+    mean = None if graph_pass is None else graph_pass.attention(tokens, rows, count, layers, pooling, ends)
+    if mean is None:
+        wait = partial(loader.wait, meanwhile=decoder.pause)
+        watch = QuestionWatch(rows, count, layers, plan.length, pooling, ends, wait=wait)
+        at = plan.positions[rows.order].to(decoder.device) if plan.dropped else None
+        decoder.fill_cache(tokens, rows, cache, at, watch)
+        mean = watch.mean
+    return pad(mean.cpu()[: plan.length], (0, length - plan.length))
+
+
+class RecomputePass(OnLayer):
+    """Waits for each layer's records, drops rows at the layers that a selector names (`blend`), and shifts reused rows.
+    `rows`: of the current layer; `computed`: number of rows, by layer."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        plan: Plan,
+        selector: Selector,
+        cache: PromptCache,
+        loader: Loader,
+        rows: QueryRows,
+        cached: torch.Tensor,
+        shift: Shift,
+        timeline: Timeline | None = None,
+    ) -> None:
+        self.narrows = selector.narrowing(plan, decoder.stored_layers)
+        self.rows = rows
+        self.computed: list[int] = []
+        self.select_s = self.shift_s = 0.0
+        self._decoder, self._selector, self._cache, self._loader = decoder, selector, cache, loader
+        self._cached, self._shift = cached, shift
+        self._shifting(shift.follow, rows)
+        self._timeline = timeline
+        self._since = time.perf_counter()
+
+    def before_write(self, layer: int, rows: int) -> None:
+        self._note_span(f"compute to layer {layer}", rows)
+        self._loader.wait(layer, self._decoder.pause)
+        self.computed.append(rows)
+        self._shifting(self._shift.before, layer)
+        self._since = time.perf_counter()
+
+    def written(self, layer: int) -> None:
+        self._shifting(self._shift.after, layer)
+
+    def _shifting(self, step: Callable[..., None], *given: Any) -> None:
+        started = time.perf_counter()
+        step(*given)
+        self.shift_s += time.perf_counter() - started
+
+    def skip(self, layers: int) -> None:
+        self.computed = [len(self.rows)] * layers
+
+    def end(self) -> None:
+        self._note_span("compute to logits", self.computed[-1])
+
+    def _note_span(self, name: str, rows: int) -> None:
+        add_span(self._timeline, name, self._since, rows=rows)
+
+    def choose(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, QueryRows]:
+        """Keep all rows that are not cached, and those with the highest scores."""
+        self._loader.wait(layer, self._decoder.pause)
+        started = time.perf_counter()
+        buffer = self._cache.buffers[layer]
+        # Only the scores need the device, which is waited for once.
+        order = torch.tensor(self.rows.order)
+        reused = self._cached[order]
+        among = reused.nonzero()[:, 0]
+        again = among.to(keys.device, non_blocking=True)
+        where = self.rows.places[again]
+        new = keys[:, :, again], values[:, :, again]
+        old = buffer.keys[:, :, where], buffer.values[:, :, where]
+        worth = self._selector.worth(new, old)
+        top = worth.topk(min(self.narrows[layer], len(among))).indices.cpu()
+        keep = ~reused
+        keep[among[top]] = True
+        dropped = (~keep)[among].nonzero()[:, 0].to(keys.device, non_blocking=True)
+        buffer.scatter(where[dropped], *(side[:, :, dropped] for side in new))
+        chosen = keep.nonzero()[:, 0]
+        self.rows = QueryRows.of(order[chosen], self._decoder.device, self.rows.position_ids)
+        self.select_s += add_span(self._timeline, "select", started, layer=layer)
+        refreshed = torch.zeros_like(self._cached)
+        refreshed[order[~keep]] = True
+        self._shifting(self._shift.follow, self.rows, refreshed)
+        return chosen.to(keys.device, non_blocking=True), self.rows
 
 
 def _count(plan: Plan, cached: torch.Tensor, recomputed: torch.Tensor, computed: list[int]) -> TokenCounts:
@@ -231,7 +322,7 @@ def _timing(loader: Loader, select: float, shift: float, total: float) -> FuseTi
 def compact_plan(plan: Plan, selector: Selector, layers: int) -> Plan:
     """Make the plan that a mode computes, from one in which every token has a place: a chunk that is computed whole
     keeps all tokens (recomputing everything is full prefill), any other those that have stored rows."""
-    if all(segment.source.kept is None for segment in plan.segments):
+    if all(segment.source.stored_rows is None for segment in plan.segments):
         return plan
     whole = _computed_throughout(plan, selector, layers)
     segments: list[Segment] = []
@@ -245,10 +336,10 @@ def compact_plan(plan: Plan, selector: Selector, layers: int) -> Plan:
 
 def _placed(segment: Segment, start: int, position: int, whole: bool) -> Segment:
     source = segment.source
-    if source.kept is None or not (segment.cached or segment.status == "resident") or (segment.cached and whole):
-        return replace(segment, ids=source.ids, start=start, first=position, kept=None)
-    ids = tuple(source.ids[token] for token in source.kept)
-    return replace(segment, ids=ids, start=start, first=position, kept=source.kept)
+    if source.stored_rows is None or not (segment.cached or segment.status == "resident") or (segment.cached and whole):
+        return replace(segment, ids=source.ids, start=start, first=position, placed_rows=None)
+    ids = tuple(source.ids[token] for token in source.stored_rows)
+    return replace(segment, ids=ids, start=start, first=position, placed_rows=source.stored_rows)
 
 
 def _computed_throughout(plan: Plan, selector: Selector, layers: int) -> torch.Tensor:
@@ -261,58 +352,6 @@ def _computed_throughout(plan: Plan, selector: Selector, layers: int) -> torch.T
     rows = selector.rows(plan) & cached
     stay = min(selector.narrowing(plan, layers).values(), default=plan.length)
     return rows if stay >= int(rows.sum()) else torch.zeros_like(cached)
-
-
-# ---- further rounds: chunks after resident rows, which are neither read nor computed again --------------------------
-
-
-def extend_fused(
-    decoder: Decoder,
-    before: Fused,
-    chunks: Sequence[Candidate],
-    selector: Selector,
-    source: KVSource,
-    timeline: Timeline | None = None,
-    patience: float | None = None,
-) -> Fused:
-    """Fuse `chunks` into the prompt cache of `before`, one round or several that `joined` has added up, after its own,
-    and compute the question again after them. A row sees only earlier rows, so resident rows never change. The result
-    counts and times the new rows, and a ratio is a share of the new chunks."""
-    *fused, question = before.plan.segments
-    plan = extend_plan(as_resident(fused), chunks, question.ids)
-    return fuse(decoder, plan, selector, source, timeline=timeline, patience=patience, cache=before.cache)
-
-
-def joined(before: Fused, now: Fused) -> Fused:
-    """Add a round to those before it, as if they were one pass: the whole prompt's plan, with counts and times summed.
-    `tokens.rows` counts every computed question, `tokens.fresh` the last one only."""
-    start = before.plan.segments[-1].start
-    plan = Plan((*before.plan.segments[:-1], *now.plan.segments[1:]))
-    fresh = before.tokens.fresh - len(before.plan.segments[-1].ids) + now.tokens.fresh
-    names = {**before.reasons, **now.reasons}
-    none = plan.mask()
-    return Fused(
-        logits=now.logits,
-        cache=now.cache,
-        plan=plan,
-        tokens=TokenCounts(
-            prompt=plan.length,
-            reused=before.tokens.reused + now.tokens.reused,
-            recomputed=before.tokens.recomputed + now.tokens.recomputed,
-            fresh=fresh,
-            rows=tuple(a + b for a, b in zip(before.tokens.rows, now.tokens.rows, strict=True)),
-            dropped=plan.dropped,
-        ),
-        timing=FuseTiming(*map(sum, zip(astuple(before.timing), astuple(now.timing), strict=True))),
-        bytes_read=before.bytes_read + now.bytes_read,
-        recomputed=_spliced(before.recomputed, now.recomputed, start),
-        shifted=before.shifted + now.shifted,
-        reasons={name: _spliced(before.reasons.get(name, none), now.reasons.get(name, none), start) for name in names},
-    )
-
-
-def _spliced(before: torch.Tensor, now: torch.Tensor, start: int) -> torch.Tensor:
-    return torch.cat([before[:start], now[start:]])
 
 
 def copied(decoder: Decoder, cache: PromptCache, length: int) -> PromptCache:

@@ -14,8 +14,7 @@ import torch
 
 from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.plan import Plan
-from kvtool.core.fusion.question_pass import QuestionWatch
-from kvtool.core.fusion.selectors.base import Pooling
+from kvtool.core.fusion.selectors.base import Pooling, QuestionWatch
 from kvtool.core.fusion.shift import Probes, Shift, ShiftSteps
 from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.captured import CapturedWork, StaticRows, memory_of

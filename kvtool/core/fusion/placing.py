@@ -55,7 +55,7 @@ class LayerMemory:
         self.placed: torch.cuda.Event | None = None
         self.read: Sequence[LayerKV] = ()
 
-    def room(self, size: int, block_size: int | None = None) -> memoryview:
+    def allocate(self, size: int, block_size: int | None = None) -> memoryview:
         """Allocate private, writable memory on a 64-byte boundary, valid until `clear`; in a new block, of `block_size`
         bytes or more, if there is none."""
         while self._current < len(self._blocks):
@@ -111,9 +111,9 @@ class Placing:
     def at_work(self) -> AbstractContextManager[object]:
         return contextlib.nullcontext()
 
-    def room(self, size: int) -> memoryview:
+    def allocate(self, size: int) -> memoryview:
         """Allocate memory for a record of the layer that is placed next; a later one may reuse it."""
-        return self._memory.room(size)
+        return self._memory.allocate(size)
 
     def place(
         self, segments: Sequence[Segment], layers: Sequence[LayerKV], buffer: BufferLayer, table: RopeTables, layer: int
@@ -158,9 +158,9 @@ class CudaPlacing(Placing):
     def at_work(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream)
 
-    def room(self, size: int) -> memoryview:
+    def allocate(self, size: int) -> memoryview:
         """Allocate pinned memory, that of the layer before the last."""
-        return self._staging().room(size)
+        return self._staging().allocate(size)
 
     def _staging(self) -> LayerMemory:
         if self._memories[0].placed is not None:
@@ -213,7 +213,7 @@ class CudaPlacing(Placing):
         """Place layers from `first` on, in one launch each; their records and the pieces' table cross in one copy."""
         staging = self._memories[0]
         shape = len(layers), len(segments), rope_triton.FIELDS
-        rows = np.frombuffer(staging.room(8 * math.prod(shape), _LEAST), np.int64).reshape(shape)
+        rows = np.frombuffer(staging.allocate(8 * math.prod(shape), _LEAST), np.int64).reshape(shape)
         targets = staging.targets(buffers[0].keys.device)
         addresses = [target.data_ptr() for target in targets]
 
@@ -275,7 +275,7 @@ def _staged(layers: Sequence[LayerKV], staging: LayerMemory) -> Sequence[LayerKV
     sizes, staged = [keys.shape[1] for keys, _ in strays], []
     for sides in zip(*strays, strict=True):
         heads, _, head_dim = sides[0].shape
-        memory = staging.room(sum(side.nbytes for side in sides))
+        memory = staging.allocate(sum(side.nbytes for side in sides))
         joined = torch.frombuffer(memory, dtype=sides[0].dtype).view(heads, sum(sizes), head_dim)
         torch.cat(sides, 1, out=joined)
         staged.append(joined.split(sizes, 1))

@@ -11,7 +11,7 @@ import torch
 from kvtool.core.cache.identity import ids_digest
 from kvtool.core.codec.levels import known, level_of
 from kvtool.core.common.types import Ids
-from kvtool.core.records.read import Unusable, kept_rows
+from kvtool.core.records.read import Unusable, read_stored_rows
 
 if TYPE_CHECKING:
     from kvtool.core.cache.backend import RecordReader
@@ -29,10 +29,10 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A wanted segment: its token ids, and where its KV is stored. `lead_in`: digest of the ids its rows were prefilled
-    after. `level`: None if nothing is stored, for which `reason` gives the cause. `kept`: tokens with a stored row,
-    ascending; None: all. `stored`: a record exists although `level` is None. `sensitivity`: one little-endian float16 a
-    token, or empty. `part`: of a longer stored chunk, whose rows are read whole."""
+    """A segment to place: its token ids, and where its KV is stored. `lead_in`: digest of the ids that its rows were
+    prefilled after. `level`: None if nothing is stored, for which `reason` gives why. `stored_rows`: tokens with a
+    stored row, ascending; None: all. `stored`: a record exists although `level` is None. `sensitivity`: one
+    little-endian float16 a token, or empty. `part`: of a longer stored chunk, whose rows are read whole."""
 
     ids: Ids
     chunk_id: bytes = b""
@@ -42,12 +42,12 @@ class Candidate:
     stored: bool = False
     sensitivity: bytes = b""
     relevance: float = 0.0
-    kept: Ids | None = None
+    stored_rows: Ids | None = None
     part: Part | None = None
 
     @property
     def rows(self) -> Sequence[int]:
-        return range(len(self.ids)) if self.kept is None else self.kept
+        return range(len(self.ids)) if self.stored_rows is None else self.stored_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Segment:
     computed in place), `fresh` (never cached: the question) or `resident` (fused in an earlier round). A token has a
     *place*, its row in the prompt's buffers, and a *position*, by which its key is rotated; they differ where rows are
     not stored. `start`: place of the first of `ids`. `first`: position of the source's first token; None: `start`.
-    `kept`: tokens of the source that have a place; None: all."""
+    `placed_rows`: tokens of the source that have a place; None: all."""
 
     ids: Ids
     start: int
@@ -64,7 +64,7 @@ class Segment:
     source: Candidate
     reason: str = ""
     first: int | None = None
-    kept: Ids | None = None
+    placed_rows: Ids | None = None
 
     @property
     def stop(self) -> int:
@@ -77,7 +77,11 @@ class Segment:
     @property
     def positions(self) -> Sequence[int]:
         first = self.position
-        return range(first, first + len(self.ids)) if self.kept is None else [first + token for token in self.kept]
+        return (
+            range(first, first + len(self.ids))
+            if self.placed_rows is None
+            else [first + token for token in self.placed_rows]
+        )
 
     @property
     def cached(self) -> bool:
@@ -160,7 +164,7 @@ class Plan:
         for segment in self.cached:
             if segment.source.sensitivity:
                 sensitivity = torch.frombuffer(bytearray(segment.source.sensitivity), dtype=torch.float16)
-                rows = sensitivity if segment.kept is None else sensitivity[list(segment.kept)]
+                rows = sensitivity if segment.placed_rows is None else sensitivity[list(segment.placed_rows)]
                 values[segment.start : segment.stop] = rows.float()
         return values.nan_to_num(values.nanmean().nan_to_num(1.0).item())
 
@@ -181,12 +185,12 @@ def with_stored_rows(store: RecordReader, candidates: Sequence[Candidate]) -> li
     with_rows = list(candidates)
     for level in {candidate.level for candidate in candidates if candidate.level is not None}:
         numbers = [number for number, candidate in enumerate(candidates) if candidate.level == level]
-        stored = kept_rows(store, [candidates[number].chunk_id for number in numbers], level)
+        stored = read_stored_rows(store, [candidates[number].chunk_id for number in numbers], level)
         for number, rows in zip(numbers, stored, strict=True):
             if isinstance(rows, Unusable):
-                with_rows[number] = replace(candidates[number], level=None, kept=None, reason=rows.reason)
+                with_rows[number] = replace(candidates[number], level=None, stored_rows=None, reason=rows.reason)
             else:
-                with_rows[number] = replace(candidates[number], kept=rows)
+                with_rows[number] = replace(candidates[number], stored_rows=rows)
     return with_rows
 
 
@@ -216,4 +220,4 @@ def as_resident(segments: Sequence[Segment], appended: Sequence[int] = ()) -> Ca
     ids = [token for segment in segments for token in segment.source.ids]
     there = [position for segment in segments for position in segment.positions]
     grown = range(len(ids), len(ids) + len(appended))
-    return Candidate((*ids, *appended), kept=(*there, *grown) if len(there) < len(ids) else None)
+    return Candidate((*ids, *appended), stored_rows=(*there, *grown) if len(there) < len(ids) else None)

@@ -1,4 +1,4 @@
-"""Answering of one question, from its text to its answer: lay out, choose, fetch, fuse, generate, keep."""
+"""Answering of one question, from its text to its answer: retrieve, lay out, fuse, generate, keep."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ from kvtool.core.query.cite import cite
 from kvtool.core.query.explain import explain, explain_attention
 from kvtool.core.query.iterative import Outcome, fuse_in_rounds
 from kvtool.core.query.options import QueryOptions
-from kvtool.core.query.prompt import Marks, PromptLayout, lay_out_request, plan_marks
+from kvtool.core.query.prompt import Marks, PromptLayout, lay_out, lay_out_messages, plan_marks
 from kvtool.core.query.recurrent import answer_chain, keep_prefix
-from kvtool.core.query.reply import OWN_TEXT, Reply, ReplyChunk, Request, Retrieved, Verified
+from kvtool.core.query.reply import OWN_TEXT, Reply, ReplyChunk, Request, Verified
+from kvtool.core.query.retrieve import Retrieved, retrieve
 from kvtool.core.query.staleness import with_changes
 from kvtool.core.query.streaming import Streamed, stream_prompt
 from kvtool.core.query.verify import Check, check
@@ -58,13 +59,18 @@ def answer(
     the gate refuses this model; KvtoolError: nothing was found; see also `lay_out`, with `retrieved`."""
     options = options or QueryOptions()
     with session.lock, session.store.view():
-        begun = begin_answer(session, lay_out_request(session, request, options, retrieved), options)
-        started, (first, *more) = time.perf_counter(), begun.known
-        said = generate(session.decoder, begun.outcome.fused.cache, first, begun.sampling, on_text, more)
-        add_span(session.timeline, "generate", started, tokens=len(said.ids))
-        said, checked = begun.verified(said, begun.sampling)
-        begun.keep(again)
-        return begun.reply(said, checked)
+        layout = lay_out_messages(session, request, options)
+        if layout is None:
+            prefer, timeline = session.recent_chunks, session.timeline
+            retrieved = retrieved or retrieve(session.store, session.finder, request, options, prefer, timeline)
+            layout = lay_out(session, replace(request, messages=()), options, retrieved=retrieved)
+        prepared = begin_answer(session, layout, options)
+        started, (first, *more) = time.perf_counter(), prepared.known
+        generated = generate(session.decoder, prepared.outcome.fused.cache, first, prepared.sampling, on_text, more)
+        add_span(session.timeline, "generate", started, tokens=len(generated.ids))
+        generated, checked = prepared.verified(generated, prepared.sampling)
+        prepared.keep(again)
+        return prepared.reply(generated, checked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +79,7 @@ class PreparedAnswer:
     `marks`: of the records that were read, by segment."""
 
     session: Session
-    asked: PromptLayout
+    layout: PromptLayout
     options: QueryOptions
     choice: Choice | None
     selector: Selector
@@ -92,8 +98,8 @@ class PreparedAnswer:
         return self.options.verify and self.selector.uses_cache and not self.session.identity.keeps_states
 
     def check(self, draft: Generated, sampling: Sampling, since: float | None = None) -> Check:
-        fused, behind = self.outcome.fused, self.asked.behind is not None
-        return check(self.session, fused, behind, self.options, draft, sampling, since)
+        has_prefix = self.layout.prefix is not None
+        return check(self.session, self.outcome.fused, has_prefix, self.options, draft, sampling, since)
 
     def verified(
         self, draft: Generated, sampling: Sampling, going: Callable[[], bool] = lambda: True
@@ -111,67 +117,67 @@ class PreparedAnswer:
         if self.outcome.chained is not None:
             keep_prefix(self.session, self.outcome.chained, self.options.state_cache_size, again)
         else:
-            _keep(self.session, self.outcome.fused, self.streamed.holes, again, self.asked.learned)
+            _keep(self.session, self.outcome.fused, self.streamed.holes, again, self.layout.learned)
 
-    def _timing(self, said: Generated) -> dict[str, float]:
-        asked, choice, streamed = self.asked, self.choice, self.streamed
+    def _timing(self, generated: Generated) -> dict[str, float]:
+        layout, choice, streamed = self.layout, self.choice, self.streamed
         decide_ms = choice.decide_ms if choice is not None else 0.0
         return {
-            "retrieve": asked.retrieve_ms,
+            "retrieve": layout.retrieve_ms,
             **asdict(self.outcome.fused.timing),
-            "ttft": asked.retrieve_ms + decide_ms + streamed.ms + self.fuse_ms,
-            "generate": said.milliseconds,
+            "ttft": layout.retrieve_ms + decide_ms + streamed.ms + self.fuse_ms,
+            "generate": generated.milliseconds,
             "model_load": self.session.decoder.loaded.load_ms,
             "stream": streamed.ms,
             **({"decide": choice.decide_ms, "profile": choice.profile_ms} if choice is not None else {}),
         }
 
-    def reply(self, said: Generated, checked: Check | None = None) -> Reply:
-        session, asked, options, choice = self.session, self.asked, self.options, self.choice
+    def reply(self, generated: Generated, checked: Check | None = None) -> Reply:
+        session, layout, options, choice = self.session, self.layout, self.options, self.choice
         if checked is not None:
             draft = checked.draft  # which was timed
-            said = replace(said, milliseconds=draft.milliseconds, steps=draft.steps, stepper=draft.stepper)
-        fused, slo_ms, timing = self.outcome.fused, options.slo_ms, self._timing(said)
-        text = said.text.rstrip() if asked.request.prefill else said.text.strip()
+            generated = replace(generated, milliseconds=draft.milliseconds, steps=draft.steps, stepper=draft.stepper)
+        fused, slo_ms, timing = self.outcome.fused, options.slo_ms, self._timing(generated)
+        text = generated.text.rstrip() if layout.request.prefill else generated.text.strip()
         started = time.perf_counter()
         citations = None
         if options.cite:
             passages = [*self.chunks, *self.resident_chunks]
-            citations = cite(session, asked.request.question, passages, text, asked.request.search)
+            citations = cite(session, layout.request.question, passages, text, layout.request.search)
             timing["cite"] = add_span(session.timeline, "cite", started) * 1e3
         return Reply(
-            question=asked.request.question,
+            question=layout.request.question,
             answer=text,
-            finish=said.finish,
+            finish=generated.finish,
             fusion=str(options.fusion),
             chunks=with_changes(session.store, self.chunks),
-            revision=asked.revision,
-            tokens=fused.tokens.to_json() | {"shifted": int(fused.shifted.rows.sum()), "generated": len(said.ids)},
+            revision=layout.revision,
+            tokens=fused.tokens.to_json() | {"shifted": int(fused.shifted.rows.sum()), "generated": len(generated.ids)},
             timing_ms=timing,
             bytes_read=fused.bytes_read + self.streamed.bytes_read,
             controller={} if choice is None else choice.decision.to_json(),
             stream=self.streamed.rows,
             slo={} if slo_ms is None else {"slo_ms": slo_ms, "met": timing["ttft"] <= slo_ms},
-            generated=said,
+            generated=generated,
             fused=fused,
             selector=self.selector,
             segments=_segments(session, fused.plan) if options.token_ids else None,
             explanations=explain(fused, session.tokenizer) if options.explain else [],
             backends=explain_attention(session.decoder, fused) if options.explain else [],
             resident_chunks=with_changes(session.store, self.resident_chunks),
-            scores=asdict(score(text, asked.request.answers)) if asked.request.answers else {},
+            scores=asdict(score(text, layout.request.answers)) if layout.request.answers else {},
             rounds=self.outcome.rounds,
-            chunks_omitted=asked.cut,
-            corrections=asked.corrections,
-            chunks_remaining=len(asked.hits) - len(fused.plan.passages),
+            chunks_omitted=layout.cut,
+            corrections=layout.corrections,
+            chunks_remaining=len(layout.hits) - len(fused.plan.passages),
             citations=citations,
-            verified=_verified(said, checked, timing) if options.verify else None,
+            verified=_verified(generated, checked, timing) if options.verify else None,
             resolved={
                 "device": session.decoder.device,
                 "dtype": session.decoder.loaded.arithmetic.dtype,
                 "store_dtype": session.identity.dtype,
                 "model": session.identity.model,
-                "stepper": said.stepper,
+                "stepper": generated.stepper,
                 "forward": session.decoder.forward,
                 "weights": session.decoder.loaded.weights,
             },
@@ -179,33 +185,33 @@ class PreparedAnswer:
 
 
 def begin_answer(
-    session: Session, asked: PromptLayout, options: QueryOptions, *, marked: bool = False
+    session: Session, layout: PromptLayout, options: QueryOptions, *, marked: bool = False
 ) -> PreparedAnswer:
     """Compute the first token of a laid-out request. Raises GateError. `marked`: note the marks of the records that are
     read."""
     with session.lock, session.store.view():
         options = replace(options, fusion=options.fusion or session.identity.default_mode)
         session.identity.check_modes([str(options.fusion)], options.defer)
-        asked, options, choice = _choose(session, asked, options)
+        layout, options, choice = _choose(session, layout, options)
         selector = selector_for(options, str(options.fusion))
-        goes_on_from_states = asked.behind is not None and session.identity.keeps_states
+        goes_on_from_states = layout.prefix is not None and session.identity.keeps_states
         if (selector.uses_cache or goes_on_from_states) and not options.force:
-            session.check_gate([segment.source.chunk_id for segment in asked.plan.cached])
+            session.check_gate([segment.source.chunk_id for segment in layout.plan.cached])
         if options.clamp:
-            left = session.decoder.context - asked.plan.length
+            left = session.decoder.context - layout.plan.length
             options = replace(options, max_tokens=max(1, min(options.max_tokens, left)))
-        streamed = _fetch(session, asked, options, selector)
+        streamed = _fetch(session, layout, options, selector)
         prepare_compiled_model(session.decoder)
         started = time.perf_counter()
-        outcome = _fuse(session, asked, streamed, selector, options)
+        outcome = _fuse(session, layout, streamed, selector, options)
         sampling = sampling_of(options, session.tokenizer, stop_ids(session.decoder))
-        known = _first_tokens(outcome, sampling)
-        fuse_ms = add_span(session.timeline, f"fuse: {options.fusion}", started) * 1e3
-        chunks, again = reply_chunks(session, asked, outcome.fused.plan), _resident_chunks(session, asked)
-        marks = plan_marks(session, asked.plan) if marked else ()
+        first = _first_tokens(outcome, sampling)
+        ms = add_span(session.timeline, f"fuse: {options.fusion}", started) * 1e3
+        chunks, resident = reply_chunks(session, layout, outcome.fused.plan), _resident_chunks(session, layout)
+        marks = plan_marks(session, layout.plan) if marked else ()
         session.store.end_view()  # all is read: no writer, this answer included, has to wait for it
         return PreparedAnswer(
-            session, asked, options, choice, selector, streamed, outcome, chunks, again, fuse_ms, known, sampling, marks
+            session, layout, options, choice, selector, streamed, outcome, chunks, resident, ms, first, sampling, marks
         )
 
 
@@ -213,37 +219,37 @@ def begin_answer(
 
 
 def _choose(
-    session: Session, asked: PromptLayout, options: QueryOptions
+    session: Session, layout: PromptLayout, options: QueryOptions
 ) -> tuple[PromptLayout, QueryOptions, Choice | None]:
     """Resolve `auto` to a fusion mode. A remote backend and an extended prompt cannot be weighed in advance: they get
     the mode that loses a little."""
-    if asked.request.messages:  # their text is as it is: nothing of it is left out, or read at another level
+    if layout.request.messages:  # their text is as it is: nothing of it is left out, or read at another level
         options = replace(options, defer=False, fusion=WEIGHED if options.fusion == AUTO else options.fusion)
     if options.fusion != AUTO:
-        return asked, options, None
-    if asked.behind is not None or _streams(session, options):
-        return asked, replace(options, fusion=WEIGHED), None
-    choice = choose(session, asked, options)
-    return choice.asked, choice.options, choice
+        return layout, options, None
+    if layout.prefix is not None or _streams(session, options):
+        return layout, replace(options, fusion=WEIGHED), None
+    choice = choose(session, layout, options)
+    return choice.layout, choice.options, choice
 
 
 def _streams(session: Session, options: QueryOptions) -> bool:
     return options.slo_ms is not None and session.store.link is not None and not session.identity.keeps_states
 
 
-def _fetch(session: Session, asked: PromptLayout, options: QueryOptions, selector: Selector) -> Streamed:
-    on_its_own = asked.behind is not None or bool(asked.request.messages)
-    if on_its_own or not _streams(session, options) or not selector.reads(asked.plan, session.layers):
-        return Streamed(asked.plan, session.source)
-    return stream_prompt(session, asked, options, selector)
+def _fetch(session: Session, layout: PromptLayout, options: QueryOptions, selector: Selector) -> Streamed:
+    is_fixed = layout.prefix is not None or bool(layout.request.messages)
+    if is_fixed or not _streams(session, options) or not selector.reads(layout.plan, session.layers):
+        return Streamed(layout.plan, session.source)
+    return stream_prompt(session, layout, options, selector)
 
 
 def _fuse(
-    session: Session, asked: PromptLayout, streamed: Streamed, selector: Selector, options: QueryOptions
+    session: Session, layout: PromptLayout, streamed: Streamed, selector: Selector, options: QueryOptions
 ) -> Outcome:
     decoder, plan, timeline = session.decoder, streamed.plan, session.timeline
     reserve = min(options.max_tokens, _RESERVED) if options.clamp else options.max_tokens
-    cache = None if asked.behind is None else asked.behind.cache
+    cache = None if layout.prefix is None else layout.prefix.cache
     if is_recurrent(cache):
         chained = extend_prefix(decoder, cache, plan, selector, reserve, timeline)
         return Outcome(chained.fused, chained=chained)
@@ -257,7 +263,7 @@ def _fuse(
 
 def sampling_of(options: QueryOptions, tokenizer: Any = None, ends: Collection[int] = ()) -> Sampling:
     """Return how an answer's tokens are chosen. `tokenizer`, `ends`: needed for a grammar, and for `min_tokens`."""
-    biases = (one.partition("=") for one in options.logit_bias)
+    biases = (bias.partition("=") for bias in options.logit_bias)
     return Sampling(
         max_tokens=options.max_tokens,
         temperature=options.temperature,
@@ -280,15 +286,15 @@ def sampling_of(options: QueryOptions, tokenizer: Any = None, ends: Collection[i
 
 def _first_tokens(outcome: Outcome, sampling: Sampling) -> Sequence[int]:
     """Return the first tokens that are shown: those that a round was judged by, unless sampling is to choose others."""
-    if outcome.begun is not None:
+    if outcome.beginning is not None:
         if sampling.is_greedy and sampling.top_logprobs is None:
-            return outcome.begun.ids
+            return outcome.beginning.ids
         outcome.fused.cache.set_length(outcome.fused.plan.length)
     return [first_token(outcome.fused.logits, sampling)]
 
 
-def reply_chunks(session: Session, asked: PromptLayout, plan: Plan) -> list[ReplyChunk]:
-    hits = asked.hits[: len(plan.passages)]
+def reply_chunks(session: Session, layout: PromptLayout, plan: Plan) -> list[ReplyChunk]:
+    hits = layout.hits[: len(plan.passages)]
     return [
         ReplyChunk.of(
             session.store,
@@ -301,13 +307,10 @@ def reply_chunks(session: Session, asked: PromptLayout, plan: Plan) -> list[Repl
     ]
 
 
-def _resident_chunks(session: Session, asked: PromptLayout) -> list[ReplyChunk]:
-    if asked.behind is None:
-        return []
-    tokens = asked.behind.chunks
-    return [
-        ReplyChunk.of(session.store, hit, tokens=tokens[hit.passage.chunk_id], status="resident") for hit in asked.again
-    ]
+def _resident_chunks(session: Session, layout: PromptLayout) -> list[ReplyChunk]:
+    tokens = {} if layout.prefix is None else layout.prefix.chunks
+    hits = ((hit, tokens[hit.passage.chunk_id]) for hit in layout.resident_hits)
+    return [ReplyChunk.of(session.store, hit, tokens=count, status="resident") for hit, count in hits]
 
 
 # ---- after the answer ----
@@ -320,29 +323,29 @@ def _keep(session: Session, fused: Fused, computed: Sequence[Segment], again: bo
         for segment in cached:
             session.recent_chunks.use(segment.source.chunk_id, session.decoder.kv_bytes(len(segment.ids)))
     missed = len(fused.plan.passages) - len(cached)
-    used = [one.source.chunk_id for one in cached]
+    used = [segment.source.chunk_id for segment in cached]
     session.store.note_access([chunk_id for chunk_id in used if chunk_id not in learned], missed, again)
     holes = [
         segment
         for segment in fused.plan.segments[:-1]
         if segment.status == "miss" and segment.ids and segment.reason != OWN_TEXT
     ]
-    known = {segment.position for segment in holes}
-    holes += [segment for segment in computed if segment.position not in known]
+    positions = {segment.position for segment in holes}
+    holes += [segment for segment in computed if segment.position not in positions]
     _repair_holes(session, [segment for segment in holes if segment.source.chunk_id not in learned])
     if session.learned is not None and learned:
         session.learned.store.note_access([chunk_id for chunk_id in used if chunk_id in learned])
-        lost = [one for one in holes if one.source.chunk_id in learned and not one.source.stored]
+        lost = [hole for hole in holes if hole.source.chunk_id in learned and not hole.source.stored]
         for segment in lost:
             session.warn(f"a learned passage was computed in place: {segment.reason}", "it is learned again")
         if lost:  # not those that are stored at another level than is asked for
             session.learned.forget({segment.source.chunk_id for segment in lost})
 
 
-def _verified(said: Generated, checked: Check | None, timing: dict[str, float]) -> Verified:
+def _verified(generated: Generated, checked: Check | None, timing: dict[str, float]) -> Verified:
     if checked is not None:
-        return checked.verdict(said, timing["ttft"])
-    count, first = len(said.ids), timing["ttft"]
+        return checked.verdict(generated, timing["ttft"])
+    count, first = len(generated.ids), timing["ttft"]
     return Verified(count, count, None, first, prefill_ms=0.0, final_ms=first + timing["generate"])
 
 
@@ -359,7 +362,7 @@ def _repair_holes(session: Session, holes: Sequence[Segment]) -> None:
     """Store what the store lacks of some segments; when it is locked, full or read-only, only warn. A chunk of a
     `neighbour` store is left to the next ingest, which knows the chunk before it."""
     store, decoder, identity = session.store, session.decoder, session.identity
-    specs = [identity.spec_of(one.source.chunk_id, one.ids) for one in holes if not one.source.stored]
+    specs = [identity.spec_of(hole.source.chunk_id, hole.ids) for hole in holes if not hole.source.stored]
     chunks = {spec.chunk_id: spec for spec in specs if spec is not None}  # a prompt may hold a chunk twice
     if store.read_only:
         chunks = {}

@@ -23,7 +23,8 @@ from kvtool.core.model.decoder import out_of_memory_hint
 from kvtool.core.query.answer import answer, sampling_of
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.recurrent import answer_chain
-from kvtool.core.query.reply import Reply, Request, Retrieved
+from kvtool.core.query.reply import Reply, Request
+from kvtool.core.query.retrieve import Retrieved
 from kvtool.core.session.session import Session
 
 if TYPE_CHECKING:

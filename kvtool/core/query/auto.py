@@ -32,57 +32,57 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    asked: PromptLayout
+    layout: PromptLayout
     options: QueryOptions
     decision: Decision
     profile_ms: float
     decide_ms: float
 
 
-def choose(session: Session, asked: PromptLayout, options: QueryOptions) -> Choice:
+def choose(session: Session, layout: PromptLayout, options: QueryOptions) -> Choice:
     """Choose the mode, ratio and level that a prompt is answered in soonest. Raises GateError. Deciding counts in the
     TTFT; measuring the machine does not, and is reported as `profile`."""
     if not options.force:
         session.check_gate()
     started = time.perf_counter()
-    laid_out = _at_levels(session, asked, options)
+    laid_out = _at_levels(session, layout, options)
     lossless = [selector_for(options, mode) for mode, kind in SELECTORS.items() if kind.lossless]
     selector = selector_for(options, WEIGHED)
     spans = {level: spans_of(session, variant.plan) for level, variant in laid_out.items()}
     levels = known(span.level for variant in spans.values() for span in variant)
-    chunk_ids = [segment.source.chunk_id for segment in asked.plan.cached]
+    chunk_ids = [segment.source.chunk_id for segment in layout.plan.cached]
     laid_out_at = time.perf_counter()
     speeds = session.speeds.speeds(levels, chunk_ids)
     measured = time.perf_counter()
-    before_s = asked.retrieve_ms / 1e3 + laid_out_at - started
+    before_s = layout.retrieve_ms / 1e3 + laid_out_at - started
     decision = decide(spans, speeds, selector, lossless, before_s)
     decide_ms = (time.perf_counter() - measured + laid_out_at - started) * 1e3
-    asked = laid_out[decision.level] if decision.level is not None else asked
+    layout = laid_out[decision.level] if decision.level is not None else layout
     ratio = options.ratio if decision.ratio is None else decision.ratio
     chosen = replace(options, fusion=decision.fusion, ratio=ratio)
-    return Choice(asked, chosen, decision, (measured - laid_out_at) * 1e3, decide_ms)
+    return Choice(layout, chosen, decision, (measured - laid_out_at) * 1e3, decide_ms)
 
 
 def spans_of(session: Session, plan: Plan) -> list[Span]:
     return [Span.of(segment, session.holds(segment)) for segment in plan.segments]
 
 
-def _at_levels(session: Session, asked: PromptLayout, options: QueryOptions) -> dict[str, PromptLayout]:
+def _at_levels(session: Session, layout: PromptLayout, options: QueryOptions) -> dict[str, PromptLayout]:
     """Return the prompt at each level that may be read, the finest first, and as `--level auto` would read a mixed
     store."""
-    cached = asked.plan.cached_chunks
+    cached = layout.plan.cached_chunks
     used = {segment.source.level for segment in cached}
     own = used.pop() if len(used) == 1 else "auto"
     if options.level != "auto" or not cached:
-        return {own or "auto": asked}
+        return {own or "auto": layout}
     allowed = []
     for chunk_id in {segment.source.chunk_id for segment in cached}:
         levels = session.store.levels(chunk_id)
         allowed.append(allowed_levels(levels, session.losses.of(chunk_id, levels), options.max_loss))
     common = [level for level in known(allowed[0]) if all(level in levels for levels in allowed)]
-    others = {level: lay_out_at(session, asked, options, level) for level in common if level != own}
+    others = {level: lay_out_at(session, layout, options, level) for level in common if level != own}
     names = known([*others, own])
-    return {name: others.get(name, asked) for name in (*names, *(["auto"] if own == "auto" else []))}
+    return {name: others.get(name, layout) for name in (*names, *(["auto"] if own == "auto" else []))}
 
 
 # Expectations that differ by less are the same: two runs of one prompt differ by more. So quality decides between them,

@@ -58,25 +58,25 @@ class Trial:
     def add(self, request: Request, answer: str = "") -> None:
         """Add a turn. Raises as `lay_out` does for a first turn that is too long by itself."""
         try:
-            asked = self._laid_out(request)
+            layout = self._laid_out(request)
         except ContextFullError as error:
             self.full, self.skipped, self.tokens, self.chunks = error, self._added, 0, {}
-            asked = self._laid_out(request)
+            layout = self._laid_out(request)
         self._added += 1
-        self.chunks = {**self.chunks, **chunks_of(asked)}
+        self.chunks = {**self.chunks, **chunks_of(layout)}
         tokenizer = self.session.tokenizer
-        self.tokens = asked.plan.length + len(said_tokens(tokenizer, answer)) + len(turn_header(tokenizer))
+        self.tokens = layout.plan.length + len(said_tokens(tokenizer, answer)) + len(turn_header(tokenizer))
 
     def _laid_out(self, request: Request) -> PromptLayout:
-        behind = None
+        prefix = None
         if self.tokens:
             check_room(self.session, self.tokens)
-            behind = CachedPrefix(Candidate((0,) * self.tokens), self.session.decoder.new_cache(0), self.chunks)
-        return lay_out(self.session, request, self.options, behind=behind, must_find=False)
+            prefix = CachedPrefix(Candidate((0,) * self.tokens), self.session.decoder.new_cache(0), self.chunks)
+        return lay_out(self.session, request, self.options, prefix=prefix, must_find=False)
 
 
-def chunks_of(asked: PromptLayout) -> dict[bytes, int]:
-    sources = [segment.source for segment in asked.plan.chunks]
+def chunks_of(layout: PromptLayout) -> dict[bytes, int]:
+    sources = [segment.source for segment in layout.plan.chunks]
     return {one.chunk_id: len(one.ids) for one in sources if one.chunk_id}
 
 
@@ -119,24 +119,24 @@ class TurnLayout:
     revision: int
 
     @classmethod
-    def of(cls, begun: PreparedAnswer) -> TurnLayout:
-        asked, fused = begun.asked, begun.outcome.fused
+    def of(cls, prepared: PreparedAnswer) -> TurnLayout:
+        layout, fused = prepared.layout, prepared.outcome.fused
         # Else a record was damaged, or slow.
-        is_as_laid = is_recurrent(fused.cache) or _levels(fused.plan) == _levels(asked.plan)
-        marks = begun.marks if is_as_laid else [()] * len(asked.plan.segments)
-        known = None if asked.behind is None else asked.behind.chunks
-        return cls(asked.request, known, _origins(asked.plan, marks), is_as_laid, asked.revision)
+        is_as_laid = is_recurrent(fused.cache) or _levels(fused.plan) == _levels(layout.plan)
+        marks = prepared.marks if is_as_laid else [()] * len(layout.plan.segments)
+        known = None if layout.prefix is None else layout.prefix.chunks
+        return cls(layout.request, known, _origins(layout.plan, marks), is_as_laid, layout.revision)
 
     def finds_the_same(self, session: Session, options: QueryOptions, cache: PromptCache) -> bool:
         """Return whether the store as it is now would give the same layout, of the same records."""
         if not self.is_as_laid or self.revision == session.store.revision():
             return self.is_as_laid
-        behind = None if self.known is None else CachedPrefix(Candidate(()), cache, self.known)
+        prefix = None if self.known is None else CachedPrefix(Candidate(()), cache, self.known)
         try:
-            asked = lay_out(session, self.request, options, behind=behind, must_find=False)
+            layout = lay_out(session, self.request, options, prefix=prefix, must_find=False)
         except KvtoolError:  # a chunk or document that it names is gone
             return False
-        return _origins(asked.plan, plan_marks(session, asked.plan)) == self.origins
+        return _origins(layout.plan, plan_marks(session, layout.plan)) == self.origins
 
     def has_all_records(self, session: Session, options: QueryOptions) -> bool:
         if self.revision == session.store.revision():
@@ -183,12 +183,12 @@ class ConversationState:
 
     @classmethod
     def after(
-        cls, begun: PreparedAnswer, said: Sequence[int], answer: Ids, checked: Check | None = None
+        cls, prepared: PreparedAnswer, said: Sequence[int], answer: Ids, checked: Check | None = None
     ) -> ConversationState:
         """Return the state after a turn. Rows of its answer are kept if they were computed from the same tokens.
         `said`: the tokens whose rows the cache holds after the prompt, and maybe more. `answer`: those to keep."""
-        fused, before = begun.outcome.fused if checked is None else checked.exact, begun.asked.behind
-        is_exact = (checked is not None or not begun.selector.uses_cache) and (before is None or before.is_exact)
+        fused, before = prepared.outcome.fused if checked is None else checked.exact, prepared.layout.prefix
+        is_exact = (checked is not None or not prepared.selector.uses_cache) and (before is None or before.is_exact)
         computed = fused.cache.buffers[0].length - fused.plan.length
         pairs = zip(said[:computed], answer, strict=False)
         alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -201,9 +201,9 @@ class ConversationState:
         tokens = as_resident(fused.plan.segments, answer[:alike])
         if before is not None:
             chunks = {**before.chunks, **chunks}
-        pending = (*answer[alike:], *turn_header(begun.session.tokenizer))
+        pending = (*answer[alike:], *turn_header(prepared.session.tokenizer))
         prefix = CachedPrefix(tokens, fused.cache, chunks, is_exact)
-        return cls(begun.session, begun.options.system, prefix, marked(fused.cache), pending)
+        return cls(prepared.session, prepared.options.system, prefix, marked(fused.cache), pending)
 
     def whole(self) -> ConversationState:
         if self.is_whole:
@@ -223,8 +223,8 @@ class ConversationState:
         tokens, cache = self.prefix.tokens, self.prefix.cache
         self.session.decoder.append(self.pending, cache)
         grown = range(len(tokens.ids), len(tokens.ids) + len(self.pending))
-        kept = None if tokens.kept is None else (*tokens.kept, *grown)
-        prefix = replace(self.prefix, tokens=Candidate((*tokens.ids, *self.pending), kept=kept))
+        stored_rows = None if tokens.stored_rows is None else (*tokens.stored_rows, *grown)
+        prefix = replace(self.prefix, tokens=Candidate((*tokens.ids, *self.pending), stored_rows=stored_rows))
         return replace(self, prefix=prefix, states=marked(cache), pending=())
 
 
@@ -286,21 +286,21 @@ class Conversation:
         going: Callable[[], bool] = lambda: True,
     ) -> Reply:
         """Answer a question that follows the turns so far; after a failure the conversation is unchanged. `going` is
-        asked before each token of the answer but the first; False ends the answer there. Raises ContextFullError:
+        called before each token of the answer but the first; False ends the answer there. Raises ContextFullError:
         `start_over` empties the context; UsageError: another `system` instruction, or this one is to be verified and
         earlier turns were not; KvtoolError: see `answer`."""
         with self._lend() as session, session.lock, session.store.view():
-            begun = self.begin(session, question, options)
-            first, *more = begun.known
-            cache, sampling = begun.outcome.fused.cache, begun.sampling
+            prepared = self.begin(session, question, options)
+            first, *more = prepared.known
+            cache, sampling = prepared.outcome.fused.cache, prepared.sampling
             draft = generate(session.decoder, cache, first, sampling, on_text, more, going)
             if not going():  # as many tokens of full prefill, which then ends as the draft did
                 sampling, going = replace(sampling, max_tokens=max(1, len(draft.ids))), lambda: True
-            said, checked = begun.verified(draft, sampling, going)
-            if said.finish == "length" and len(said.ids) < begun.sampling.max_tokens:
+            said, checked = prepared.verified(draft, sampling, going)
+            if said.finish == "length" and len(said.ids) < prepared.sampling.max_tokens:
                 said = replace(said, finish=draft.finish)
-            begun.keep()
-            return self.take(begun, said, checked)
+            prepared.keep()
+            return self.take(prepared, said, checked)
 
     def begin(
         self,
@@ -314,23 +314,23 @@ class Conversation:
         request = Request(question) if isinstance(question, str) else question
         with session.lock, session.store.view():
             request = searched(session, request, [turn.question for turn in self.said])
-            behind = self._behind(session, options)
-            asked = lay_out(session, request, options, behind=behind, must_find=must_find)
+            prefix = self._behind(session, options)
+            layout = lay_out(session, request, options, prefix=prefix, must_find=must_find)
             if self._now.state is not None:
                 self._set_state(replace(self._now.state, is_whole=False))
-            begun = begin_answer(session, asked, options, marked=True)
+            prepared = begin_answer(session, layout, options, marked=True)
             if self._by_text:
-                marked(begun.outcome.fused.cache)  # where the answer begins
-            return begun
+                marked(prepared.outcome.fused.cache)  # where the answer begins
+            return prepared
 
-    def take(self, begun: PreparedAnswer, said: Generated, checked: Check | None = None) -> Reply:
+    def take(self, prepared: PreparedAnswer, said: Generated, checked: Check | None = None) -> Reply:
         """Do the second half of `ask`: the answer becomes a turn; `checked`: of a verified answer."""
-        reply = begun.reply(said, checked)
-        request = begun.asked.request
+        reply = prepared.reply(said, checked)
+        request = prepared.layout.request
         reply.turn = {"number": len(self.turns) + 1, "search": request.search or request.question}
         turn = Turn(reply.question, reply.answer, tuple(reply.places), reply.tokens)
-        ids = self._ids_of(begun, reply.answer) if self._by_text else said.ids
-        self._add(turn, begun, ConversationState.after(begun, said.ids, ids, checked))
+        ids = self._ids_of(prepared, reply.answer) if self._by_text else said.ids
+        self._add(turn, prepared, ConversationState.after(prepared, said.ids, ids, checked))
         return reply
 
     def give(self, session: Session, question: Request, answer: str) -> PreparedAnswer:
@@ -338,14 +338,16 @@ class Conversation:
         exact rows."""
         exactly = self.options.verify and not session.identity.keeps_states
         options = replace(self.options, fusion=REFERENCE) if exactly else None
-        begun = self.begin(session, question, options, must_find=False)
-        counts = begun.outcome.fused.tokens.to_json()
-        places = tuple(dict.fromkeys(chunk.place for chunk in begun.chunks))
-        ids = self._ids_of(begun, answer)
+        prepared = self.begin(session, question, options, must_find=False)
+        counts = prepared.outcome.fused.tokens.to_json()
+        places = tuple(dict.fromkeys(chunk.place for chunk in prepared.chunks))
+        ids = self._ids_of(prepared, answer)
         self._add(
-            Turn(question.question, answer, places, counts), begun, ConversationState.after(begun, begun.known, ids)
+            Turn(question.question, answer, places, counts),
+            prepared,
+            ConversationState.after(prepared, prepared.known, ids),
         )
-        return begun
+        return prepared
 
     def finds_the_same(self, session: Session) -> bool:
         """Return True if its questions would be answered from the same passages now, at the same levels."""
@@ -363,12 +365,12 @@ class Conversation:
         state = self._now.state
         return Trial(session, options, self.tokens, {} if state is None else state.prefix.chunks)
 
-    def _ids_of(self, begun: PreparedAnswer, answer: str) -> Ids:
-        return tuple(said_tokens(begun.session.tokenizer, answer))
+    def _ids_of(self, prepared: PreparedAnswer, answer: str) -> Ids:
+        return tuple(said_tokens(prepared.session.tokenizer, answer))
 
-    def _add(self, turn: Turn, begun: PreparedAnswer, state: ConversationState) -> None:
+    def _add(self, turn: Turn, prepared: PreparedAnswer, state: ConversationState) -> None:
         now = self._now
-        self._now = replace(now, turns=(*now.turns, turn), laid=(*now.laid, TurnLayout.of(begun)), state=state)
+        self._now = replace(now, turns=(*now.turns, turn), laid=(*now.laid, TurnLayout.of(prepared)), state=state)
 
     def _behind(self, session: Session, options: QueryOptions) -> CachedPrefix | None:
         """Return the cached prefix of the question, with the user's turn begun; None for the first question."""
@@ -436,8 +438,8 @@ def searched(session: Session, request: Request, before: Sequence[str]) -> Reque
     """Return a request with the text that it is searched by, where it names no passages itself: no result of a tool."""
     if request.chunks or request.documents or request.search:
         return request
-    asked = [text for text in (*before, request.question) if not text.startswith(RESULT)] or [request.question]
-    return replace(request, search=search_text(asked[-1], asked[:-1], session.finder))
+    questions = [text for text in (*before, request.question) if not text.startswith(RESULT)] or [request.question]
+    return replace(request, search=search_text(questions[-1], questions[:-1], session.finder))
 
 
 def search_text(question: str, before: Sequence[str], finder: Finder) -> str:

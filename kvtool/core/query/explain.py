@@ -100,8 +100,8 @@ def explain(fused: Fused, tokenizer: Any) -> list[ChunkSpans]:
 def _fates(fused: Fused, segment: Segment) -> list[str]:
     if not segment.cached:
         return [HOLE] * len(segment.ids)
-    tokens = range(len(segment.ids)) if segment.kept is None else segment.kept
-    fates = ["" if segment.kept is None else DROPPED] * len(segment.source.ids)
+    tokens = range(len(segment.ids)) if segment.placed_rows is None else segment.placed_rows
+    fates = ["" if segment.placed_rows is None else DROPPED] * len(segment.source.ids)
     for token in tokens:
         fates[token] = ""
     for reason, rows in fused.reasons.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,12 +11,10 @@ from kvtool.core.errors import UsageError, did_you_mean
 from kvtool.core.fusion.selectors import AUTO, EXACTLY, FUSIONS, MODES, WEIGHED, parameters_of_mode
 from kvtool.core.model.options import NetworkOptions, embedder_option, system_option
 from kvtool.core.options.option import Option, Options, option, options_of
-from kvtool.core.retrieval.passages import Found, Hit
 from kvtool.core.streaming.fetch_state import DEFAULT_MARGIN, DEFAULT_PREDICTOR, PREDICTORS
 
 if TYPE_CHECKING:
-    from kvtool.core.query.reply import Request
-    from kvtool.core.retrieval.finder import Finder, Retrieval
+    from kvtool.core.retrieval.finder import Retrieval
     from kvtool.core.session.identity import StoreIdentity
 
 ANSWER, CHUNKS, FUSION = "Answer", "Chunks", "Fusion"  # headings in the command's help
@@ -285,20 +283,6 @@ class QueryOptions(NetworkOptions, sections=("query",)):
         min_score = 0.0 if self.defer else self.min_score
         return Retrieval(self.retriever, self.embedder, self.source, self.offline, min_score)
 
-    def find(self, finder: Finder, request: Request, prefer: Container[bytes] | None = None) -> Found:
-        """Find the chunks for a request, or look up those it names, in the order of the prompt. `prefer`: ids that win
-        ties. Raises UsageError: a named chunk is missing; KvtoolError: nothing was found."""
-        if not request.question.strip():
-            raise UsageError("the question is empty", "ask something")
-        if request.chunks or request.documents:
-            return Found(finder.named(request.chunks, request.documents))
-        sought = request.search or request.question
-        found = finder.find(sought, self.top_k, self.retrieval, prefer=prefer, is_asked=True)
-        rounds = self.rounds(len(found.hits)) if self.defer else [(0, len(found.hits))]
-        return found._replace(
-            hits=[hit for start, stop in rounds for hit in in_order(found.hits[start:stop], self.order)]
-        )
-
     def rounds(self, count: int) -> Iterator[tuple[int, int]]:
         """Yield the range of chunks, best first, that each round of `--defer` loads: `defer_first`, then as many as are
         loaded already."""
@@ -369,15 +353,3 @@ def check_parameters(pairs: Sequence[str]) -> None:
         own = options_of(QueryOptions).get(name.rpartition(".")[2])
         near = f"{own.flag.partition('/')[0]} gives it" if own and own.flag else did_you_mean(name, known)
         raise UsageError(f"there is no parameter {name!r}", "; ".join(filter(None, (near, listed))))
-
-
-def in_order(hits: Sequence[Hit], order: str) -> list[Hit]:
-    """Put hits, given best first, in the order of the prompt; `document`: that with the best hit first."""
-    if order == "best-last":
-        return list(reversed(hits))
-    if order == "document":
-        ranks: dict[str, int] = {}
-        for hit in hits:
-            ranks.setdefault(hit.passage.source, len(ranks))
-        return sorted(hits, key=lambda hit: (ranks[hit.passage.source], hit.passage.start))
-    return list(hits)

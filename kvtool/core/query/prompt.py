@@ -27,7 +27,8 @@ from kvtool.core.model.prompt import (
 )
 from kvtool.core.model.tokens import encode
 from kvtool.core.query.options import ORDINARY, QueryOptions
-from kvtool.core.query.reply import OWN_TEXT, Request, Retrieved
+from kvtool.core.query.reply import OWN_TEXT, Request
+from kvtool.core.query.retrieve import Retrieved, find_chunks
 from kvtool.core.retrieval.passages import Found, Hit, Passage
 from kvtool.core.retrieval.spotting import Span, without_overlap
 from kvtool.core.session.identity import smallest_allowed
@@ -49,7 +50,7 @@ _LONG_MESSAGE = 500  # characters; where passages are learned, a longer message 
 
 @dataclass(frozen=True, slots=True)
 class PromptLayout:
-    """A request's chunks and prompt. `behind`: the prompt cache with the plan's first segment. `again`: retrieved
+    """A request's chunks and prompt. `prefix`: the prompt cache with the plan's first segment. `resident_hits`: found
     chunks that are in it already. `cut`: chunks below `search.min_score`. `learned`: ids of learned passages."""
 
     request: Request
@@ -57,8 +58,8 @@ class PromptLayout:
     plan: Plan
     retrieve_ms: float
     revision: int = 0
-    behind: CachedPrefix | None = None
-    again: Sequence[Hit] = ()
+    prefix: CachedPrefix | None = None
+    resident_hits: Sequence[Hit] = ()
     cut: int = 0
     corrections: Sequence[dict[str, str]] = ()
     learned: Collection[bytes] = ()
@@ -82,12 +83,12 @@ def lay_out(
     *,
     exactly: bool = False,
     answered: bool = True,
-    behind: CachedPrefix | None = None,
+    prefix: CachedPrefix | None = None,
     must_find: bool = True,
     retrieved: Retrieved | None = None,
 ) -> PromptLayout:
     """Find the chunks and plan the prompt; no KV is read yet. `exactly`: take no lossy level where there is an exact
-    one. `answered`: the answer must fit, too. `must_find`: without `behind`, something has to be found.
+    one. `answered`: the answer must fit, too. `must_find`: without `prefix`, something has to be found.
     `retrieved`: used unless the documents have changed since. Raises UsageError (ContextFullError after a cached
     prefix): the prompt is too long; KvtoolError: nothing was found; DamagedError: nothing of it is left."""
     started = time.perf_counter()
@@ -96,31 +97,33 @@ def lay_out(
         parts = parts_for(session, options)
         _check_characters(session, len(request.question))
         question = question_tokens(session.tokenizer, request.question, parts, request.prefill)
-        check_length, more = partial(_check_length, session, len(question), behind), 0
+        check_length, more = partial(_check_length, session, len(question), prefix), 0
         if answered:
-            more = _least_answer(options, behind is None)
-        least = len(question) + len(parts.prefix if behind is None else behind.tokens.ids) + more
+            more = _least_answer(options, prefix is None)
+        least = len(question) + len(parts.prefix if prefix is None else prefix.tokens.ids) + more
         check_length(least)  # before anything is looked for
         if retrieved is not None and retrieved.revision != session.store.documents_revision():
             retrieved = None
-        found = retrieved.result if retrieved else _find(session, request, options, must_find and behind is None)
-        in_prompt = {} if behind is None else behind.chunks
-        again = [hit for hit in found.hits if hit.passage.chunk_id in in_prompt]
+        found = retrieved.result if retrieved else _find(session, request, options, must_find and prefix is None)
+        in_prompt = {} if prefix is None else prefix.chunks
+        resident_hits = [hit for hit in found.hits if hit.passage.chunk_id in in_prompt]
         hits = [hit for hit in found.hits if hit.passage.chunk_id not in in_prompt]
         check_length(least + len(hits))  # before their tokens are read: each has some
         candidates = [_candidate(session, hit, options.level, -1.0 if exactly else options.max_loss) for hit in hits]
         left = [(hit, chunk) for hit, chunk in zip(hits, candidates, strict=True) if chunk is not None]
-        if hits and not left and behind is None:
+        if hits and not left and prefix is None:
             raise DamagedError("nothing is left of the chunks to answer from", REPAIR)
         chunks = with_stored_rows(session.store, [chunk for _, chunk in left])
-        if behind is None:
+        if prefix is None:
             plan = build_plan(_prefix(session, parts.prefix), chunks, question)
         else:
-            plan = extend_plan(behind.tokens, chunks, question)
+            plan = extend_plan(prefix.tokens, chunks, question)
         revision = session.store.revision()
     retrieve_ms = add_span(session.timeline, "retrieve", started) * 1e3 + (retrieved.milliseconds if retrieved else 0.0)
     check_length(plan.length + more)
-    return PromptLayout(request, [hit for hit, _ in left], plan, retrieve_ms, revision, behind, again, *found[1:])
+    return PromptLayout(
+        request, [hit for hit, _ in left], plan, retrieve_ms, revision, prefix, resident_hits, *found[1:]
+    )
 
 
 def _least_answer(options: QueryOptions, is_first: bool) -> int:
@@ -129,14 +132,14 @@ def _least_answer(options: QueryOptions, is_first: bool) -> int:
     return options.max_tokens if not options.clamp else 1 if is_first else min(options.max_tokens, ORDINARY)
 
 
-def _check_length(session: Session, question: int, behind: CachedPrefix | None, tokens: int) -> None:
+def _check_length(session: Session, question: int, prefix: CachedPrefix | None, tokens: int) -> None:
     """Refuse a prompt of at least so many tokens that is too long for a loaded model. `question`: tokens of its own."""
     if not session.model.is_loaded:
         return
     decoder, hint = session.decoder, "lower --top-k or --max-tokens, or name fewer --documents"
     if question > decoder.context // 2:
         hint = f"{question} of them are the question's own: ask a shorter one, and ingest what it is about"
-    if behind is None:
+    if prefix is None:
         decoder.check_length(tokens, hint)
     elif tokens > decoder.context:
         raise ContextFullError(
@@ -153,17 +156,17 @@ def _check_characters(session: Session, length: int) -> None:
 
 def _find(session: Session, request: Request, options: QueryOptions, must_find: bool) -> Found:
     try:
-        return options.find(session.finder, request, session.recent_chunks)
+        return find_chunks(session.finder, request, options, session.recent_chunks)
     except NothingFoundError:
         if must_find:
             raise
         return Found([])
 
 
-def lay_out_at(session: Session, asked: PromptLayout, options: QueryOptions, level: str) -> PromptLayout:
-    prefix, *_, question = asked.plan.segments
-    chunks = [found for hit in asked.hits if (found := _candidate(session, hit, level, options.max_loss)) is not None]
-    return replace(asked, plan=build_plan(prefix.source, with_stored_rows(session.store, chunks), question.ids))
+def lay_out_at(session: Session, layout: PromptLayout, options: QueryOptions, level: str) -> PromptLayout:
+    prefix, *_, question = layout.plan.segments
+    chunks = [found for hit in layout.hits if (found := _candidate(session, hit, level, options.max_loss)) is not None]
+    return replace(layout, plan=build_plan(prefix.source, with_stored_rows(session.store, chunks), question.ids))
 
 
 def parts_for(session: Session, options: QueryOptions) -> PromptParts:
@@ -301,14 +304,6 @@ def _why_not(level: str, stored: bool, max_loss: float) -> str:
 
 
 # ---- a client's own messages: passages are found by their token ids and reused where they are -----------------------
-
-
-def lay_out_request(
-    session: Session, request: Request, options: QueryOptions, retrieved: Retrieved | None = None
-) -> PromptLayout:
-    """Plan a request's prompt around the passages in its messages; without any, find chunks. Raises as `lay_out`."""
-    spotted = lay_out_messages(session, request, options)
-    return spotted or lay_out(session, replace(request, messages=()), options, retrieved=retrieved)
 
 
 def lay_out_messages(session: Session, request: Request, options: QueryOptions) -> PromptLayout | None:

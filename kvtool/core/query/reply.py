@@ -15,7 +15,7 @@ from kvtool.core.common.marks import Place
 from kvtool.core.errors import UsageError
 from kvtool.core.evaluate.measures import MEASURES, Row, means, medians
 from kvtool.core.fusion.selectors import AUTO
-from kvtool.core.retrieval.passages import Found, Hit, place_and_text
+from kvtool.core.retrieval.passages import Hit, place_and_text
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
@@ -50,15 +50,6 @@ class Request:
     messages: tuple[tuple[str, str], ...] = ()
     prefill: str = ""
     owner: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Retrieved:
-    """Chunks found for a request before its prompt is laid out, and the revision of the documents they are from."""
-
-    result: Found
-    revision: int
-    milliseconds: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from kvtool.core.cache.backend import BlobRequest, RemoteBackend, Stream
 from kvtool.core.cache.store import Store
@@ -24,10 +27,11 @@ from kvtool.core.codec.levels import RAW, known
 from kvtool.core.codec.rans.coder import compile_ahead
 from kvtool.core.common.timeline import add_span
 from kvtool.core.errors import RemoteError
+from kvtool.core.fusion.chunk_cache import ChunkCache, held_on
 from kvtool.core.fusion.cost import MEMORY, PromptRows, Span, Speeds
+from kvtool.core.fusion.loader import KVSource, ReadStats
 from kvtool.core.fusion.plan import Plan, Segment, build_plan, with_stored_rows
 from kvtool.core.fusion.selectors.base import Selector
-from kvtool.core.fusion.source import ChunkCache, KVSource, ReadStats, held_on
 from kvtool.core.model.prefill import LeadIn, PrefillItem, PrefillStopped, prefill_chunks
 from kvtool.core.session.identity import MeasuredLosses
 from kvtool.core.streaming.compute_fetch_overlap import OverlapPolicy
@@ -60,46 +64,35 @@ class Streamed:
     ms: float = 0.0
 
 
-def stream_prompt(session: Session, asked: PromptLayout, options: QueryOptions, selector: Selector) -> Streamed:
+def stream_prompt(session: Session, layout: PromptLayout, options: QueryOptions, selector: Selector) -> Streamed:
     """Fetch what a prompt lacks until the objective leaves time only for computing. Calibration does not count."""
     speeds = session.speeds.speeds((MEMORY,), ())  # memory: decoding overlaps with fetching, placing does not
     compile_ahead()
     started = time.perf_counter()
-    streamed = _stream(session, asked, options, selector, speeds, started - asked.retrieve_ms / 1e3)
-    streamed.ms = add_span(session.timeline, "stream", started) * 1e3
-    return streamed
-
-
-def _stream(
-    session: Session, asked: PromptLayout, options: QueryOptions, selector: Selector, speeds: Speeds, since: float
-) -> Streamed:
-    store, link, source = session.store, session.store.link, session.source
+    store, link, plan = session.store, session.store.link, layout.plan
     assert link is not None
     assert options.slo_ms is not None
-    ladders = _ladders(store, link, asked.plan, options, selector, speeds.layers)
-    if not ladders:
-        return Streamed(asked.plan, source)
-    segments = asked.plan.segments
-    holes = {at: segment for at, segment in enumerate(segments[:-1]) if segment.status == "miss" and segment.ids}
-    ladders += tuple(Ladder(at, len(hole.ids), ()) for at, hole in holes.items())
-    if not isinstance(source, ChunkCache):
-        limit = session.decoder.kv_bytes(asked.plan.length)
-        source = ChunkCache(source, limit, device=held_on(session.decoder))
-    ahead = BackgroundDecoder(source, speeds.layers, partial(compute_alone, session))
-    computing = Computing(asked.plan, speeds, selector, frozenset(holes))
-    alone = partial(_alone, session, asked.plan, speeds)
-    task = Task(ladders, computing, options.slo_ms / 1e3, ahead.seconds, alone)
-    policy = OverlapPolicy(task, make_estimator(options.stream_predictor), options.stream_margin)
-    Driver(link, segments, policy, ahead, since).run()
-    levels = computing.settled(policy.levels | dict.fromkeys(policy.computed, COMPUTED))
-    levels = {number: level for number, level in levels.items() if level is not None or number not in holes}
-    return Streamed(
-        plan=_at_levels(store, asked.plan, levels),
-        source=source,
-        holes=[hole for number, hole in holes.items() if number in policy.computed],
-        rows=_rows(policy.log, segments),
-        bytes_read=ahead.bytes_read(levels),
-    )
+    streamed = Streamed(plan, session.source)
+    if ladders := _ladders(store, link, plan, options, selector, speeds.layers):
+        segments = plan.segments
+        holes = {at: segment for at, segment in enumerate(segments[:-1]) if segment.status == "miss" and segment.ids}
+        ladders += tuple(Ladder(at, len(hole.ids), ()) for at, hole in holes.items())
+        source = session.source
+        if not isinstance(source, ChunkCache):
+            source = ChunkCache(source, session.decoder.kv_bytes(plan.length), device=held_on(session.decoder))
+        ahead = BackgroundDecoder(source, speeds.layers, partial(compute_alone, session))
+        computing = Computing(plan, speeds, selector, frozenset(holes))
+        alone = partial(_alone, session, plan, speeds)
+        task = Task(ladders, computing, options.slo_ms / 1e3, ahead.seconds, alone)
+        policy = OverlapPolicy(task, make_estimator(options.stream_predictor), options.stream_margin)
+        Driver(link, segments, policy, ahead, started - layout.retrieve_ms / 1e3).run()
+        levels = computing.settled(policy.levels | dict.fromkeys(policy.computed, COMPUTED))
+        levels = {number: level for number, level in levels.items() if level is not None or number not in holes}
+        computed = [hole for number, hole in holes.items() if number in policy.computed]
+        rows = _rows(policy.log, segments)
+        streamed = Streamed(_at_levels(store, plan, levels), source, computed, rows, ahead.bytes_read(levels))
+    streamed.ms = add_span(session.timeline, "stream", started) * 1e3
+    return streamed
 
 
 def _alone(session: Session, plan: Plan, speeds: Speeds, number: int) -> float:
@@ -125,11 +118,9 @@ def compute_alone(session: Session, segment: Segment, going: Callable[[], bool])
 
 
 def _rows(log: Sequence[dict[str, Any]], segments: Sequence[Segment]) -> list[dict[str, Any]]:
-    rounded = [row | {name: None if row[name] is None else round(row[name], 3) for name in _NUMBERS} for row in log]
+    names = "estimated_mbps", "measured_mbps", "fetch_ms", "compute_ms"
+    rounded = [row | {name: None if row[name] is None else round(row[name], 3) for name in names} for row in log]
     return [row | {"chunk": segments[row["chunk"]].source.chunk_id.hex()} for row in rounded]
-
-
-_NUMBERS = ("estimated_mbps", "measured_mbps", "fetch_ms", "compute_ms")
 
 
 # ---- the choices ----
@@ -142,44 +133,39 @@ def _ladders(
     last: its few tokens are never lossy, so it gains least for its bytes."""
     read = {segment.start for segment in selector.reads(plan, layers)}
     numbers = [at for at, segment in enumerate(plan.segments[:-1]) if segment.cached and segment.start in read]
-    ladders, losses = [], MeasuredLosses(store)
+    ladders, measured = [], MeasuredLosses(store)
     for number in sorted(numbers, key=lambda at: (at == 0, -plan.segments[at].source.relevance)):
         segment = plan.segments[number]
-        exactly = number == 0 or selector.lossless
-        rungs = rungs_of(link, segment, _allowed(link, segment, options, losses, exactly))
-        ladder = Ladder.of(number, len(segment.ids), rungs)
+        allows_loss = options.level == "auto" and number > 0 and not selector.lossless
+        losses = _allowed_losses(link, segment, measured, options.max_loss if allows_loss else None)
+        ladder = Ladder.of(number, len(segment.ids), rungs_of(link, segment, losses))
         if ladder.rungs and ladder.rungs[-1].parts:  # else the best that is allowed is here
             ladders.append(ladder)
     return tuple(ladders)
 
 
-def _allowed(
-    link: RemoteBackend, segment: Segment, options: QueryOptions, measured: MeasuredLosses, exactly: bool
+def _allowed_losses(
+    link: RemoteBackend, segment: Segment, measured: MeasuredLosses, max_loss: float | None
 ) -> dict[str, float]:
-    """Return the losses of the levels that may be read: lossy ones that lose little enough, else the planned one."""
-    offers, laid_out = link.offers(segment.source.chunk_id), segment.source.level or ""
-    losses = measured.of(segment.source.chunk_id, offers or (laid_out,))
-    if offers and options.level == "auto" and not exactly:
-        lossy = {level: loss for level, loss in losses.items() if level in offers and loss <= options.max_loss}
-        if lossy:
-            return lossy
-    return {laid_out: losses.get(laid_out, 0.0)}
+    """Return the losses of the levels that may be read: those offered that lose little enough, else the planned one."""
+    offers, planned = link.offers(segment.source.chunk_id), segment.source.level or ""
+    losses = measured.of(segment.source.chunk_id, offers or (planned,))
+    allowed = {level: loss for level, loss in losses.items() if level in offers and loss <= (max_loss or 0.0)}
+    return allowed if allowed and max_loss is not None else {planned: losses.get(planned, 0.0)}
 
 
-def rungs_of(link: RemoteBackend, segment: Segment, allowed: Mapping[str, float]) -> list[Rung]:
-    """Return the levels that a segment can be fetched at, and their missing parts; `allowed`: losses by level."""
+def rungs_of(link: RemoteBackend, segment: Segment, losses: Mapping[str, float]) -> list[Rung]:
+    """Return the levels that a segment can be fetched at, and their missing parts; `losses`: of the allowed levels."""
     offers = link.offers(segment.source.chunk_id)
     rungs = []
-    for level in known(allowed):
-        if level not in offers:
-            continue
+    for level in (level for level in known(losses) if level in offers):
         parts: list[Part] = []
         at: str | None = level
         while at is not None and at in offers:
             if not link.is_here(segment.source.chunk_id, at):
                 parts.append(Part(at, offers[at].size))
             at = offers[at].base
-        rungs.append(Rung(level, allowed[level], tuple(reversed(parts))))
+        rungs.append(Rung(level, losses[level], tuple(reversed(parts))))
     return rungs
 
 
@@ -191,12 +177,10 @@ class Computing:
     def __init__(self, plan: Plan, speeds: Speeds, selector: Selector, holes: frozenset[int]) -> None:
         self._plan, self._speeds, self._selector, self._holes = plan, speeds, selector, holes
         self._everything = holes.union(at for at, segment in enumerate(plan.segments) if segment.cached)
-        self._known: dict[frozenset[int], float] = {}
+        self._seconds = functools.cache(self._pass)
 
     def __call__(self, text: frozenset[int]) -> float:
-        if text not in self._known:
-            self._known[text] = self._pass(text)
-        return self._known[text]
+        return self._seconds(text)
 
     def settled(self, levels: Mapping[int, str | None]) -> dict[int, str | None]:
         text = frozenset(number for number, level in levels.items() if level is None)
@@ -209,18 +193,15 @@ class Computing:
         return _SLOWER * self._selector.expected_seconds(PromptRows(spans, self._speeds))
 
     def _span(self, at: int, segment: Segment, text: frozenset[int]) -> Span:
-        if at in self._holes - text:
-            return Span(len(segment.ids), "hit", MEMORY)
-        return Span(len(segment.ids), "miss" if at in text else segment.status, MEMORY if segment.cached else None)
+        status = "miss" if at in text else "hit" if at in self._holes else segment.status
+        return Span(len(segment.ids), status, MEMORY if segment.cached or at in self._holes - text else None)
 
 
 def _at_levels(store: Store, plan: Plan, levels: Mapping[int, str | None]) -> Plan:
     sources = [segment.source for segment in plan.segments[:-1]]
     for number, level in levels.items():
-        if level is None:
-            sources[number] = replace(sources[number], level=None, reason=_TEXT, stored=True)
-        else:
-            sources[number] = replace(sources[number], level=level)
+        fields = {"level": level} if level is not None else {"level": None, "reason": _TEXT, "stored": True}
+        sources[number] = replace(sources[number], **fields)
     prefix, *chunks = with_stored_rows(store, sources)
     return build_plan(prefix, chunks, plan.segments[-1].ids)
 
@@ -231,8 +212,8 @@ _TICK = 0.01  # seconds between looks at what the processor does, and should do
 @dataclass(slots=True)
 class _Flight:
     fetch: Fetch
-    asked_at: float
-    waiting: deque[tuple[BlobRequest, str, int]]  # what was asked for, level, layer
+    sent_at: float
+    waiting: deque[tuple[BlobRequest, str, int]]  # with level and layer
     sound: bool = True
 
 
@@ -245,35 +226,36 @@ class Driver:
         self._link, self._segments, self._policy, self._ahead = link, segments, policy, ahead
         self._since = since
         self._out: deque[_Flight] = deque()
-        self._arrivals: Stream | None = None
         self._last_end = 0.0
         self._heard = 0.0  # when something came last, or was asked for with nothing outstanding
 
     def run(self) -> None:
         try:
-            self._arrivals = self._link.arrivals()
-            while self._ask():
-                self._wait()
+            self._arrivals: Stream = self._link.arrivals()
+            try:
+                while self._begin_fetches():
+                    self._wait()
+            finally:
+                self._arrivals.close()
         except RemoteError as error:
             self._lose(error)
         finally:
-            if self._arrivals is not None:
-                self._arrivals.close()
             self._ahead.finish()
-            self._see_to_computing()
+            self._follow_computing()
 
     def _now(self) -> float:
         return time.perf_counter() - self._since
 
-    def _ask(self) -> bool:
+    def _begin_fetches(self) -> bool:
         """Begin what the policy asks for; False: nothing is under way."""
-        self._see_to_computing()
+        self._follow_computing()
         while len(self._out) < DEPTH and (fetch := self._policy.next(self._now())) is not None:
             segment = self._segments[fetch.chunk]
-            waiting: deque[tuple[BlobRequest, str, int]] = deque()
-            for part in fetch.parts:
-                wanted = self._link.wanted(segment.source.chunk_id, part.level)
-                waiting += [(one, part.level, layer) for layer, one in enumerate(wanted)]
+            waiting = deque(
+                (request, part.level, layer)
+                for part in fetch.parts
+                for layer, request in enumerate(self._link.wanted(segment.source.chunk_id, part.level))
+            )
             if not self._out:
                 self._heard = self._now()
             self._out.append(_Flight(fetch, self._now(), waiting))
@@ -282,9 +264,8 @@ class Driver:
             self._ahead.compute(number, self._segments[number])
         return bool(self._out) or self._ahead.computing is not None
 
-    def _see_to_computing(self) -> None:
-        ended = self._ahead.ended()
-        if ended is not None:
+    def _follow_computing(self) -> None:
+        if (ended := self._ahead.ended()) is not None:
             self._policy.ended(ended.number, ended.seconds, self._now(), ended.whole)
         if (number := self._ahead.computing) is not None:
             limit = self._policy.stop_at(number)
@@ -292,11 +273,9 @@ class Driver:
                 self._ahead.stop()
 
     def _send(self, flight: _Flight) -> None:
-        assert self._arrivals is not None
-        self._arrivals.ask([wanted for wanted, _, _ in flight.waiting])
+        self._arrivals.ask([request for request, _, _ in flight.waiting])
 
     def _wait(self) -> None:
-        assert self._arrivals is not None
         if not self._out:
             self._ahead.wait(_TICK)
             return
@@ -320,14 +299,14 @@ class Driver:
             return
         self._heard = self._now()
         _, level, layer = flight.waiting.popleft()
-        place = (self._segments[flight.fetch.chunk].source.chunk_id, level)
-        flight.sound = self._link.keep(place, layer, arrival.value) and flight.sound
+        record = self._segments[flight.fetch.chunk].source.chunk_id, level
+        flight.sound = self._link.keep(record, layer, arrival.value) and flight.sound
         if not flight.waiting:
             self._end(flight, arrival.at - self._since, arrived=flight.sound)
 
     def _end(self, flight: _Flight, at: float, arrived: bool) -> None:
         self._out.remove(flight)
-        started = max(flight.asked_at, self._last_end)
+        started = max(flight.sent_at, self._last_end)
         self._last_end = max(started, at)
         self._policy.done(flight.fetch, started, self._last_end, arrived)
         if arrived:
@@ -335,7 +314,6 @@ class Driver:
 
     def _abandon(self, flight: _Flight) -> None:
         """Give a fetch up. Its values are still on their way, so the others are asked for on another connection."""
-        assert self._arrivals is not None
         self._arrivals.close()
         self._end(flight, self._now(), arrived=False)
         self._arrivals = self._link.arrivals()
@@ -367,12 +345,6 @@ class Ended:
     whole: bool
 
 
-@dataclass(slots=True)
-class _Decoded:
-    segment: Segment
-    stats: ReadStats = field(default_factory=ReadStats)
-
-
 class BackgroundDecoder:
     """Decodes and computes into the memory that the loader then reads, while fetches are outstanding. It is never
     waited for: the loader decodes what is left. The chunk that came last is decoded first, since the others may be
@@ -387,9 +359,9 @@ class BackgroundDecoder:
         self._ended: Ended | None = None  # how the last one ended, until `ended` is called
         self._computed: set[int] = set()
         self._decoding = 0.0  # seconds, of all so far
-        self._ahead: dict[int, _Decoded] = {}
+        self._ahead: dict[int, tuple[Segment, ReadStats]] = {}
         self._stopped = False
-        self._begun: set[str | None] = set()
+        self._seen_levels: set[str | None] = set()
         self._taken: dict[str | None, tuple[float, float]] = {}  # by level: seconds, tokens
         self._thread: threading.Thread | None = None
 
@@ -452,15 +424,10 @@ class BackgroundDecoder:
 
     def bytes_read(self, levels: Mapping[int, str | None]) -> int:
         """Return the bytes of the records that were decoded at the level that their chunk has in the end."""
-        return sum(
-            begun.stats.bytes_read
-            for number, begun in self._ahead.items()
-            if begun.segment.source.level == levels[number]
-        )
+        decoded = self._ahead.items()
+        return sum(stats.bytes_read for number, (each, stats) in decoded if each.source.level == levels[number])
 
     def _run(self) -> None:
-        import torch
-
         with torch.inference_mode():
             while (work := self._next()) is not None:
                 work()
@@ -473,17 +440,15 @@ class BackgroundDecoder:
             if self._stopped:
                 return None
             if self._waiting:
-                return functools.partial(self._decode, *self._waiting.popitem())
+                return partial(self._decode, *self._waiting.popitem())
             assert self._text is not None
-            return functools.partial(self._compute, *self._text)
+            return partial(self._compute, *self._text)
 
     def _compute(self, number: int, segment: Segment) -> None:
         started, decoding, whole = time.perf_counter(), self._decoding, False
-        try:
+        with suppress(Exception):  # the pass after streaming meets it again; others wait for this thread's end
             kv = self._prefill(segment, self._decode_waiting)
             whole = kv is not None and self._hold(number, segment, kv)
-        except Exception:
-            whole = False  # the pass after streaming meets it again; ending this thread would leave others waiting
         seconds = time.perf_counter() - started - (self._decoding - decoding)
         with self._changed:
             if whole:
@@ -507,29 +472,28 @@ class BackgroundDecoder:
     def _hold(self, number: int, segment: Segment, kv: ChunkKV) -> bool:
         """Hold what was computed instead of what came; False: a batch's memory is smaller than the chunk."""
         if number in self._ahead:
-            self._source.forget(self._ahead[number].segment)
-        held = replace(segment, source=replace(segment.source, level=COMPUTED))
-        self._source.hold(held, kv.layers)
-        return self._source.holds(held, self._layers)
+            self._source.forget(self._ahead[number][0])
+        computed = replace(segment, source=replace(segment.source, level=COMPUTED))
+        self._source.hold(computed, kv.layers)
+        return self._source.holds(computed, self._layers)
 
     def _decode(self, number: int, segment: Segment) -> None:
         if number in self._ahead:
-            self._source.forget(self._ahead[number].segment)
-        begun = self._ahead[number] = _Decoded(segment)
+            self._source.forget(self._ahead[number][0])
+        level, stats = segment.source.level, ReadStats()
+        self._ahead[number] = segment, stats
         started, done = time.perf_counter(), 0
         try:
             while done < self._layers and not self._stopped and number not in self._waiting:
-                self._source.read([segment], done, begun.stats)
+                self._source.read([segment], done, stats)
                 done += 1
         except Exception:
             return  # the loader meets it again, and makes what is damaged a hole
         finally:
             self._decoding += time.perf_counter() - started
-        if done and segment.source.level in self._begun:
-            self._learn(segment, time.perf_counter() - started, done / self._layers)
-        self._begun.add(segment.source.level)
-
-    def _learn(self, segment: Segment, seconds: float, share: float) -> None:
-        with self._changed:
-            before = self._taken.get(segment.source.level, (0.0, 0.0))
-            self._taken[segment.source.level] = before[0] + seconds, before[1] + share * len(segment.ids)
+        if done and level in self._seen_levels:
+            with self._changed:
+                seconds, tokens = self._taken.get(level, (0.0, 0.0))
+                tokens += done / self._layers * len(segment.ids)
+                self._taken[level] = seconds + time.perf_counter() - started, tokens
+        self._seen_levels.add(level)

@@ -38,15 +38,15 @@ class Check:
     since: float
     prefill_ms: float
 
-    def verdict(self, said: Generated, first_ms: float) -> Verified:
-        """Return what became of the draft. `said`: full prefill's answer. `first_ms`: to the draft's first token."""
+    def verdict(self, generated: Generated, first_ms: float) -> Verified:
+        """Return what became of the draft. `generated`: by full prefill. `first_ms`: to the draft's first token."""
         agreed = [ours == theirs for ours, theirs in zip(self.known, self.draft.script, strict=False)]
         draft = self.draft.text.strip()
         checking_ms = (time.perf_counter() - self.since) * 1e3
         return Verified(
             accepted=min(sum(agreed), len(self.draft.ids)),
             drafted=len(self.draft.ids),
-            draft=None if draft == said.text.strip() else draft,
+            draft=None if draft == generated.text.strip() else draft,
             first_ms=first_ms,
             prefill_ms=self.prefill_ms,
             final_ms=first_ms + self.draft.milliseconds + checking_ms,
@@ -56,24 +56,24 @@ class Check:
 def check(
     session: Session,
     fused: Fused,
-    behind: bool,
+    has_prefix: bool,
     options: QueryOptions,
     draft: Generated,
     sampling: Sampling,
     since: float | None = None,
 ) -> Check:
-    """Prefill a draft's prompt in full, over the fused cache, and follow the draft as long as that agrees. `behind`:
-    the first segment is what earlier turns left, which is exact. `sampling`: how the draft was chosen, greedily."""
+    """Prefill a draft's prompt in full, over the fused cache, and follow the draft as long as that agrees. The first
+    segment is what earlier turns left, and exact, if `has_prefix`. `sampling`: how the draft was chosen, greedily."""
     started = time.perf_counter()
     with session.lock:
-        plan, full = _in_full(fused.plan, behind), selector_for(options, REFERENCE)
+        plan, full = _in_full(fused.plan, has_prefix), selector_for(options, REFERENCE)
         exact = fuse(session.decoder, plan, full, session.source, timeline=session.timeline, cache=fused.cache)
         prefill_ms = add_span(session.timeline, "verify: full prefill", started) * 1e3
         known = follow(session.decoder, exact.cache, exact.logits, draft.script, sampling)
     return Check(draft, exact, known, started if since is None else since, prefill_ms)
 
 
-def _in_full(plan: Plan, behind: bool) -> Plan:
+def _in_full(plan: Plan, has_prefix: bool) -> Plan:
     first, *chunks, question = plan.segments
-    place = extend_plan if behind else build_plan
-    return place(first.source, [segment.source for segment in chunks], question.source.ids)
+    build = extend_plan if has_prefix else build_plan
+    return build(first.source, [segment.source for segment in chunks], question.source.ids)

@@ -35,7 +35,7 @@ def stored_rows(item: Encoded, level: str) -> Ids | None:
     return None if level_of(level).share == 100 else rows_of(item)
 
 
-def kept_rows(store: RecordReader, chunk_ids: Sequence[bytes], level: str) -> list[Ids | Unusable | None]:
+def read_stored_rows(store: RecordReader, chunk_ids: Sequence[bytes], level: str) -> list[Ids | Unusable | None]:
     """Read the stored tokens of some chunks at a level off their first layer's records; None: all are stored."""
     if level_of(level).share == 100:
         return [None] * len(chunk_ids)

@@ -22,13 +22,13 @@ from kvtool.core.common.machine import Arithmetic
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.engine import fuse
+from kvtool.core.fusion.loader import MemorySource
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.blend import Blend
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.prefix import Prefix
 from kvtool.core.fusion.selectors.reuse import Reuse
-from kvtool.core.fusion.source import MemorySource
 from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
@@ -127,8 +127,8 @@ def check_invariants(
 
 
 def _roughest(by_dtype: dict[torch.dtype, _Number], decoder: Decoder, *others: torch.dtype) -> _Number:
-    own: torch.dtype = getattr(torch, decoder.loaded.arithmetic.dtype)
-    return max(by_dtype[dtype] for dtype in (own, decoder.kv_dtype, *others))
+    computed: torch.dtype = getattr(torch, decoder.loaded.arithmetic.dtype)
+    return max(by_dtype[dtype] for dtype in (computed, decoder.kv_dtype, *others))
 
 
 def _turned(chunks: Sequence[Ids], shift: int) -> list[Ids]:
@@ -138,8 +138,8 @@ def _turned(chunks: Sequence[Ids], shift: int) -> list[Ids]:
 def _least(measure: Callable[[int], float], allowed: float, turns: int) -> float:
     """Measure until a difference is allowed; return it, else the smallest of all turns."""
     least = float("inf")
-    for turn in range(turns):
-        least = min(least, measure(turn))
+    for number in range(turns):
+        least = min(least, measure(number))
         if least <= allowed:
             break
     return least
@@ -263,10 +263,10 @@ def cross_dtype_prefix(
 ) -> ConformanceResult:
     """Add to a result the loss of a prompt's stored prefix of other arithmetics, unless it has it; store the result."""
 
-    def check(made: Arithmetic, allowed: float) -> Compared | None:
-        count = _made_prefix(segments, prefix, made)
-        some, read = prefix.first(count), store.read_part
-        return compare_prefix(decoder, segments[:count], some, made, read, allowed) if count else None
+    def check(maker: Arithmetic, allowed: float) -> Compared | None:
+        count = _made_prefix(segments, prefix, maker)
+        stored, read = prefix.first(count), store.read_part
+        return compare_prefix(decoder, segments[:count], stored, maker, read, allowed) if count else None
 
     makers = (info.arithmetic for info in prefix.infos[: prefix.usable] if info)
     return _add_cross_dtype(store, decoder, result, makers, check)
@@ -280,13 +280,13 @@ def _add_cross_dtype(
     check: Callable[[Arithmetic, float], Compared | None],
 ) -> ConformanceResult:
     """Add the loss of each of these makers that the result lacks, as `check` measures it; store it if any was added."""
-    own, outcome = decoder.loaded.arithmetic, result
-    for made in sorted({maker for maker in makers if maker not in (None, own)}):
-        if made in result.compared:
+    arithmetic, outcome = decoder.loaded.arithmetic, result
+    for maker in sorted({maker for maker in makers if maker not in (None, arithmetic)}):
+        if maker in result.compared:
             continue
-        measured = check(made, _roughest(TOLERANCE, decoder, getattr(torch, made.dtype)))
+        measured = check(maker, _roughest(TOLERANCE, decoder, getattr(torch, maker.dtype)))
         if measured is not None:
-            others = outcome.cross_dtype_loss | {str(made): measured[1]}
+            others = outcome.cross_dtype_loss | {str(maker): measured[1]}
             outcome = replace(outcome, checks=(*outcome.checks, measured[0]), cross_dtype_loss=others)
     if outcome is not result:
         _keep(store, decoder, outcome)

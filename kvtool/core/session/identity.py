@@ -105,11 +105,11 @@ class StoreIdentity:
                 "--defer adds chunks to a prompt, and the state after them is another one", "leave --defer out"
             )
 
-    def check_movable(self, what: str) -> None:
+    def check_movable(self, feature: str) -> None:
         if self.keeps_states:
             needed = "that would need a state that is the same at every position of its chunk"
             raise UsageError(
-                f"{what} needs chunks that can be moved, and {self.model} keeps a recurrent state; {needed}",
+                f"{feature} needs chunks that can be moved, and {self.model} keeps a recurrent state; {needed}",
                 f"{ONLY_EXACTLY}, which take no such chunks",
             )
 
@@ -174,19 +174,19 @@ def other_lead_in_ids(identity: StoreIdentity, tokenizer: Any) -> Ids:
     return plain if lead_in.mode != NEIGHBOUR and len(lead_in.ids) > len(plain) else warm
 
 
-def model_files(identity: StoreIdentity, wanted: ModelOptions, made_by: Origin = HERE) -> ModelFiles:
+def model_files(identity: StoreIdentity, options: ModelOptions, made_by: Origin = HERE) -> ModelFiles:
     """Find the files of a store's model, by default where they were. `made_by`: origin of the model's name in the
     manifest. Raises ModelError: they cannot be found, or are another model's."""
-    files = resolve_named(wanted.model, identity.model, made_by, wanted.offline)
+    files = resolve_named(options.model, identity.model, made_by, options.offline)
     check_same_model(files, identity)
     return files
 
 
-def resolve_named(asked: str | None, stored: str, made_by: Origin, offline: bool, once: Once = unnoticed) -> ModelFiles:
+def resolve_named(name: str | None, stored: str, made_by: Origin, offline: bool, once: Once = unnoticed) -> ModelFiles:
     """Find the model that the user names, else the one that the store names. Raises ModelError, also if the model that
     another person's store names is not on this machine: it is not downloaded unless the user names it, too."""
-    if asked or stored == DEFAULT_MODEL or not made_by.is_foreign:
-        return resolve(asked or stored, offline=offline, once=once)
+    if name or stored == DEFAULT_MODEL or not made_by.is_foreign:
+        return resolve(name or stored, offline=offline, once=once)
     try:
         return resolve(stored, offline=True, once=once)
     except ModelError as error:
@@ -194,11 +194,11 @@ def resolve_named(asked: str | None, stored: str, made_by: Origin, offline: bool
         raise ModelError(problem, f"if you want it, say so: --model {shlex.quote(stored)}") from error
 
 
-def check_same_model(files: ModelFiles, known: StoreIdentity) -> None:
+def check_same_model(files: ModelFiles, identity: StoreIdentity) -> None:
     """Raises ModelError if weights, configuration or tokenizer differ from those of the store's model."""
-    if model_fingerprint(files, known.dtype) != known.fingerprint:
+    if model_fingerprint(files, identity.dtype) != identity.fingerprint:
         raise ModelError(
-            f"the store was built with another model than {files.ref} (it was {known.model})",
+            f"the store was built with another model than {files.ref} (it was {identity.model})",
             "use that model, or another --store for this one",
         )
 

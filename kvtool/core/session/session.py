@@ -12,7 +12,8 @@ from kvtool.core.cache.store import Store
 from kvtool.core.common.machine import Arithmetic, product_dtype, why_float32
 from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.errors import KvtoolError, ModelError
-from kvtool.core.fusion.source import ChunkCache, KVSource, RecentChunks, StoreSource, held_on
+from kvtool.core.fusion.chunk_cache import ChunkCache, RecentChunks, held_on
+from kvtool.core.fusion.loader import KVSource, StoreSource
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.model.prompt import PromptParts
 from kvtool.core.retrieval.finder import Finder
@@ -271,14 +272,14 @@ class Session:
         state.conformance.enforce()
         return expected.union(state.conformance.compared).issuperset(makers)
 
-    def check_prefix(self, segments: Sequence[Ids], found: StoredPrefix) -> None:
+    def check_prefix(self, segments: Sequence[Ids], prefix: StoredPrefix) -> None:
         """Compare a prompt's stored prefix of another arithmetic with this one's own, at its first use. `segments`:
-        token ids of the prompt's segments, of which `found` are the checkpoints. Raises GateError."""
+        token ids of the prompt's segments, of which `prefix` has the checkpoints. Raises GateError."""
         state = self.state
         if state.conformance is not None:
             from kvtool.core.session.gate import cross_dtype_prefix
 
-            state.conformance = cross_dtype_prefix(self.store, self.decoder, state.conformance, segments, found)
+            state.conformance = cross_dtype_prefix(self.store, self.decoder, state.conformance, segments, prefix)
             state.conformance.enforce()
 
     def with_learning(self, budget: int, owners: Collection[str] | None = None) -> Session:

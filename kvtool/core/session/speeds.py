@@ -13,10 +13,10 @@ import torch
 
 from kvtool.core.common.machine import cores, cpu_name, is_busy
 from kvtool.core.errors import DamagedError
+from kvtool.core.fusion.chunk_cache import held_on
 from kvtool.core.fusion.cost import MEMORY, LoadSpeed, PassSpeed, Speeds, fit, fit_pass, read_numbers
-from kvtool.core.fusion.loader import open_loader
+from kvtool.core.fusion.loader import KVSource, MemorySource, RecordMissing, StoreSource, open_loader
 from kvtool.core.fusion.plan import Candidate, Segment, with_stored_rows
-from kvtool.core.fusion.source import KVSource, MemorySource, RecordMissing, StoreSource, held_on
 from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.prefill import ChunkKV
 from kvtool.core.session.identity import ProfileCache
@@ -52,19 +52,19 @@ class SpeedBook:
         self._loads: dict[str, LoadSpeed] = {}
         self._unreadable: set[str] = set()
 
-    def speeds(self, levels: Sequence[str], own: Sequence[bytes]) -> Speeds:
+    def speeds(self, levels: Sequence[str], prompt_ids: Sequence[bytes]) -> Speeds:
         """Return the speeds, with those of loading at these levels (`MEMORY`, too) that have a readable record. Chunks
-        other than the prompt's `own` are measured if possible, since a second read of a record is faster."""
+        other than the prompt's (`prompt_ids`) are measured if possible, since a second read of a record is faster."""
         if self._passes is None:
             stored = _stored_speeds(self._store, self._fingerprint, self._machine)
             self._passes, self._loads = stored or (None, {})
         missing = [level for level in levels if level not in self._loads and level not in self._unreadable]
         if self._passes is None or missing:
-            self._measure(missing, own)
+            self._measure(missing, prompt_ids)
         assert self._passes is not None
         return _on(self._decoder.device, self._passes, self._loads, self._decoder.stored_layers)
 
-    def _measure(self, levels: Sequence[str], own: Sequence[bytes]) -> None:
+    def _measure(self, levels: Sequence[str], prompt_ids: Sequence[bytes]) -> None:
         named = ["from memory" if level == MEMORY else f"level {level}" for level in levels]
         work = "computes and loads" if self._passes is None else "loads " + ", ".join(named)
         busy = is_busy()
@@ -72,7 +72,7 @@ class SpeedBook:
             f"measuring how fast this machine {work}, " + ("for now: it is busy" if busy else "once for this model")
         )
         stored = [level for level in levels if level != MEMORY]
-        samples = find_samples(self._store, self._decoder.stored_layers, stored, own)
+        samples = find_samples(self._store, self._decoder.stored_layers, stored, prompt_ids)
         if self._passes is None:
             self._passes = measure_pass(self._decoder)
         source = StoreSource(self._store, self._decoder, ProfileCache(self._store))
@@ -132,12 +132,14 @@ def machine_of(device: str, dtype: str) -> str:
     return f"{device} ({name}), {cores()} cores, {torch.get_num_threads()} threads, {dtype}"
 
 
-def find_samples(store: Store, layers: int, levels: Sequence[str], own: Sequence[bytes]) -> dict[str, list[Candidate]]:
+def find_samples(
+    store: Store, layers: int, levels: Sequence[str], prompt_ids: Sequence[bytes]
+) -> dict[str, list[Candidate]]:
     """Choose chunks that are stored at each of these levels, in an order independent of the ingest's."""
-    others = sorted(set(store.chunk_ids()) - set(own))
+    others = sorted(set(store.chunk_ids()) - set(prompt_ids))
     random.Random(0).shuffle(others)
     candidates: dict[str, list[Candidate]] = {level: [] for level in levels}
-    for chunk in (*others[:_LOOKED_AT], *own):
+    for chunk in (*others[:_LOOKED_AT], *prompt_ids):
         lacking = [level for level in levels if len(candidates[level]) < _WANTED]
         if not lacking:
             break
@@ -265,7 +267,7 @@ def _load(decoder: Decoder, source: KVSource, chunks: Sequence[Candidate]) -> _L
     segments: list[Segment] = []
     for chunk in chunks:
         ids = tuple(chunk.ids[token] for token in chunk.rows)
-        segments.append(Segment(ids, segments[-1].stop if segments else 0, "hit", chunk, kept=chunk.kept))
+        segments.append(Segment(ids, segments[-1].stop if segments else 0, "hit", chunk, placed_rows=chunk.stored_rows))
     tokens = segments[-1].stop
     cache = decoder.new_cache(tokens)
     cache.set_length(tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
 
@@ -11,11 +12,17 @@ import torch
 
 from kvtool.core.codec.base import LayerKV
 from kvtool.core.fusion.plan import Plan, Segment
+from kvtool.core.kernels.attention.eager import mean_weights
+from kvtool.core.kernels.attention.params import AttentionParams
+from kvtool.core.model.attention import QueryRows
+from kvtool.core.model.passes import OnLayer
 
 if TYPE_CHECKING:
     from kvtool.core.fusion.cost import Cost, PromptRows
+    from kvtool.core.model.captured import StaticRows
 
-Pooling = Literal["rows", "last", "both"]  # see fusion/question_pass.py
+Pooling = Literal["rows", "last", "both"]  # see `question_attention` (fusion/engine.py)
+_BLOCK = 64  # rows whose weights exist at a time: memory grows with the prompt's length, not with its square
 
 
 def share_of(share: float, context: int) -> int:
@@ -59,7 +66,7 @@ class Selector(ABC):
         return False
 
     def ranking_layers(self, plan: Plan, layers: int) -> range:
-        """Return the layers whose question attention (fusion/question_pass.py) ranks the rows; empty for none."""
+        """Return the layers whose question attention (`QuestionWatch`) ranks the rows; empty for none."""
         return range(0)
 
     def rows(self, plan: Plan, attention: torch.Tensor | None = None) -> torch.Tensor:
@@ -88,3 +95,50 @@ class Selector(ABC):
         """Score rows before they are narrowed, float32 `[rows]`: the highest are kept. `new`, `old`: recomputed and
         reused (keys, values) of the rows, `[1, kv_heads, rows, head_dim]` each."""
         raise NotImplementedError(f"{self.name} does not narrow rows")
+
+
+class QuestionWatch(OnLayer):
+    """Sum of the attention of a pass's last `count` rows. `ends`: the pass ends with the last of `layers`. `counted`:
+    float32 `[count]`, 1 for those of them that count, 0 for others before them; None: all count."""
+
+    def __init__(
+        self,
+        rows: QueryRows | StaticRows,
+        count: int,
+        layers: range,
+        length: int,
+        pooling: Pooling,
+        ends: bool,
+        counted: torch.Tensor | None = None,
+        wait: Callable[[int], None] = lambda layer: None,
+    ) -> None:
+        self._wait = wait
+        self._rows, self._count, self._counted = rows, count, counted
+        self._layers, self._pooling, self._ends = layers, pooling, ends
+        self._total = torch.zeros(length, device=rows.places.device, dtype=torch.float32)
+
+    @property
+    def mean(self) -> torch.Tensor:
+        return self._total / len(self._layers)
+
+    def before_write(self, layer: int, rows: int) -> None:
+        self._wait(layer)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
+    ) -> bool:
+        if layer not in self._layers:
+            return False
+        count = 1 if self._pooling == "last" else self._count
+        seen, last = self._rows.seen(params.window)[slice(len(self._rows) - count, None)], self._total
+        squares = torch.zeros_like(self._total)
+        for first in range(0, count, _BLOCK):
+            block = slice(first, min(first + _BLOCK, count))
+            part = query[0, :, query.shape[2] - count :][:, block]
+            weights = mean_weights(part, keys[0, :, : len(self._total)], seen[block], params)
+            shares = weights if self._counted is None else weights * self._counted[block, None]
+            squares += shares.square().sum(0)
+            last = weights[-1]
+        pooled = squares.sqrt_()
+        self._total += pooled.mul_(last).sqrt_() if self._pooling == "both" else pooled
+        return self._ends and layer == self._layers[-1]
