@@ -143,13 +143,19 @@ _IN_A_BYTE = 8  # weights that a packed integer may hold
 
 
 def check_extent(folder: Path, config: Any) -> None:
-    text, tables = text_config(config), _tables(folder)
-    held, width = _elements(tables), max(1, _number(text, "hidden_size"))
-    described = {name: (_number(text, name) * width, held) for name in (*_WIDE, *_MANY)}
-    described["num_hidden_layers"] = _number(text, "num_hidden_layers"), len(tables)
+    tables = _tables(folder)
+    check_sizes(folder, config, _elements(tables), len(tables))
+
+
+def check_sizes(source: Path, config: Any, elements: int, tensors: int) -> None:
+    """Refuse a model that is far larger than its file's weights, before it is laid out."""
+    text = text_config(config)
+    width = max(1, _number(text, "hidden_size"))
+    described = {name: (_number(text, name) * width, elements) for name in (*_WIDE, *_MANY)}
+    described["num_hidden_layers"] = _number(text, "num_hidden_layers"), tensors
     for name, (wanted, most) in described.items():
         if wanted > most:
-            raise _too_large(folder, f"{name} = {_number(text, name):,}")
+            raise _too_large(source, f"{name} = {_number(text, name):,}")
 
 
 def check_laid_out(folder: Path, text: TextSubmodel) -> None:
@@ -179,5 +185,5 @@ def _elements(tables: Iterable[Mapping[str, Any]]) -> int:
     return sum(prod(entry["shape"]) * (1 if "F" in entry["dtype"] else _IN_A_BYTE) for entry in tables)
 
 
-def _too_large(folder: Path, what: str) -> ModelError:
-    return ModelError(f"{folder} describes a larger model than its weights are: {what}", "download the model again")
+def _too_large(source: Path, what: str) -> ModelError:
+    return ModelError(f"{source} describes a larger model than its weights are: {what}", "download the model again")

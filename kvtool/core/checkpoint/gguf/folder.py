@@ -1,18 +1,16 @@
-"""Settings and tokenizer of a GGUF file as a model folder without weights, made once and kept in the user's cache."""
+"""Folder with the settings and tokenizer of a GGUF file, written once into the user's cache."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import io
-import json
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock
 
@@ -30,7 +28,7 @@ from kvtool.core.checkpoint.gguf.header import OTHER_MODEL, GgufHeader, read_hea
 from kvtool.core.common.files import cache_dir, make_folder
 from kvtool.core.errors import KvtoolError, ModelError, NoSpaceError
 
-_VERSION = 1  # of the conversion: a change makes old folders unused
+_VERSION = 1  # of what is written: a change makes old folders, and stores, unused
 _WEIGHTS = "packed.weights"  # in a folder of an earlier release, several times the GGUF file's size: it is made anew
 _LIMITS = {  # what a header may ask for before a model of that size is laid out
     "block_count": 1_000,
@@ -51,10 +49,10 @@ _LIMITS = {  # what a header may ask for before a model of that size is laid out
 }
 
 
-def converted(gguf: Path, once: Once = unnoticed) -> Path:
-    """Find the folder with a GGUF file's settings and tokenizer; it is made on first use.
+def prepare_folder(gguf: Path, once: Once = unnoticed) -> Path:
+    """Find the folder with a GGUF file's settings and tokenizer; it is written on first use.
 
-    The folder is named by the file's SHA-256. Two processes at once are safe: one converts, the other waits for it.
+    The folder is named by the file's SHA-256. Two processes at once are safe: one writes, the other waits for it.
     """
     if not gguf.is_file():
         raise ModelError(f"there is no file {gguf}", "check the path")
@@ -68,7 +66,7 @@ def converted(gguf: Path, once: Once = unnoticed) -> Path:
         make_folder(folder.parent)
         with once(UNPACK), FileLock(f"{folder}.lock", mode=0o600):
             if not _is_whole(folder):
-                _convert_into(gguf, header, folder)
+                _write_folder(gguf, header, folder)
     except OSError as error:
         raise _cannot_write(folder.parent, error) from error
     return folder
@@ -79,13 +77,13 @@ def _is_whole(folder: Path) -> bool:
     return "config.json" in made and _WEIGHTS not in made
 
 
-def _convert_into(gguf: Path, header: GgufHeader, folder: Path) -> None:
+def _write_folder(gguf: Path, header: GgufHeader, folder: Path) -> None:
     part = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)  # of a killed process: the lock is ours
     make_folder(part)
     try:
         with _guarded(gguf):
-            _convert(gguf, header, part)
+            _write_files(gguf, header, part)
         shutil.rmtree(folder, ignore_errors=True)  # an incomplete one
         part.rename(folder)
         note_origin(folder, gguf, _VERSION)  # in its final place: digests of files are remembered by their paths
@@ -95,26 +93,22 @@ def _convert_into(gguf: Path, header: GgufHeader, folder: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _convert(gguf: Path, header: GgufHeader, target: Path) -> None:
+def _write_files(gguf: Path, header: GgufHeader, target: Path) -> None:
     from kvtool.core.checkpoint.gguf.config import model_config
-    from kvtool.core.checkpoint.gguf.weights import check_weights
-    from kvtool.core.checkpoint.support import check_supported
-    from kvtool.core.common.collecting import quiet
+    from kvtool.core.checkpoint.gguf.tokenizer import write_tokenizer
+    from kvtool.core.checkpoint.support import check_sizes, check_supported
+    from kvtool.core.common.collecting import paused_collection, quiet
 
-    # `transformers` would mix in settings or a template stored next to the file.
+    # `transformers` would mix in settings that are stored next to the file.
     with quiet(), contextlib.redirect_stderr(io.StringIO()), tempfile.TemporaryDirectory(dir=target) as place:
-        outline, link = Path(place) / "outline.gguf", Path(place) / "model.gguf"
+        outline = Path(place) / "outline.gguf"
         outline.write_bytes(header.outline)
-        link.symlink_to(gguf.resolve())
         config = model_config(gguf, header, outline)
-        check_supported(config)
-        tokenizer = _read_tokenizer(header, link)
-        model = check_weights(gguf, header, config)
-        model.config.architectures = [type(model).__name__]
-        model.config.save_pretrained(target)
-        model.generation_config.save_pretrained(target)
-        tokenizer.save_pretrained(target)
-        shorten_tokenizer(target / "tokenizer.json")
+    check_supported(config)
+    check_sizes(gguf, config, header.elements, len(header.tensors))
+    config.save_pretrained(target)
+    with paused_collection():
+        write_tokenizer(gguf, header, target)
 
 
 def _check_header(gguf: Path, header: GgufHeader) -> None:
@@ -144,50 +138,10 @@ def _guarded(gguf: Path) -> Iterator[None]:
             raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
         what = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
         needed = "that would need a file as llama.cpp's converter writes it"
-        raise ModelError(f"{gguf} could not be converted: {what}; {needed}", OTHER_MODEL) from error
+        raise ModelError(f"{gguf} could not be read: {what}; {needed}", OTHER_MODEL) from error
 
 
 def _cannot_write(folder: Path, error: OSError) -> KvtoolError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return NoSpaceError(f"no space left in {folder}", "free some space, or set KVTOOL_CACHE to another disk")
-    return KvtoolError(f"cannot write the converted model into {folder}: {error}", "set KVTOOL_CACHE to another folder")
-
-
-_DIGITS_APART = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"})
-
-
-def _read_tokenizer(header: GgufHeader, gguf: Path) -> Any:
-    from transformers.tokenization_utils_tokenizers import TokenizersBackend
-
-    # AutoTokenizer would read the whole header once more
-    tokenizer = TokenizersBackend.from_pretrained(str(gguf.parent), gguf_file=gguf.name, trust_remote_code=False)
-    split_digits(header, tokenizer)
-    return tokenizer
-
-
-def split_digits(header: GgufHeader, tokenizer: Any) -> None:
-    """Split every digit off where the pre-tokenizer does, which `transformers`' GGUF reader does not know by name."""
-    from tokenizers import pre_tokenizers
-
-    if header.metadata.get("tokenizer.ggml.pre") in _DIGITS_APART:
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        )
-
-
-def shorten_tokenizer(path: Path) -> None:
-    """Rewrite a tokenizer.json without indentation, a merge as one text: both libraries parse it whole at each start.
-
-    Qwen's 150,000 tokens take 4.8 MB so for 11.4, and half the time. A file that would be read as another tokenizer is
-    left as it is; in words with spaces, a text does not say where a merge is cut.
-    """
-    from tokenizers import Tokenizer
-
-    whole = Tokenizer.from_file(str(path)).to_str()
-    kept = json.loads(whole)
-    merges = kept["model"].get("merges") or []
-    if merges and all(isinstance(pair, list) and " " not in "".join(pair) for pair in merges):
-        kept["model"]["merges"] = [" ".join(pair) for pair in merges]
-    short = json.dumps(kept, ensure_ascii=False, separators=(",", ":"))
-    if Tokenizer.from_str(short).to_str() == whole:
-        path.write_text(short, encoding="utf-8")
+    return KvtoolError(f"cannot write a model's settings to {folder}: {error}", "set KVTOOL_CACHE to another folder")
