@@ -31,6 +31,7 @@ from kvtool.core.checkpoint.files import (
     unnoticed,
     weight_files,
 )
+from kvtool.core.checkpoint.gguf.folder import prepare_folder
 from kvtool.core.common.installing import install_line
 from kvtool.core.errors import KvtoolError, ModelError, NoSpaceError, did_you_mean
 
@@ -169,8 +170,6 @@ def resolve(ref: str, *, offline: bool = False, once: Once = unnoticed) -> Model
     if not ref.strip():
         raise ModelError("the model's name is empty", WAYS_OUT)
     if ref == PACKAGED:
-        from kvtool.core.checkpoint.gguf.folder import prepare_folder
-
         gguf = find_packaged()
         return ModelFiles(PACKAGED, prepare_folder(gguf, once), "packaged", gguf)
     path = Path(ref).expanduser()
@@ -196,8 +195,6 @@ def _local(path: Path, once: Once) -> ModelFiles:
         check_folder(path)
         return ModelFiles(str(path), path, "folder")
     if path.suffix.lower() == ".gguf":
-        from kvtool.core.checkpoint.gguf.folder import prepare_folder
-
         return ModelFiles(str(path), prepare_folder(path, once), "gguf", path)
     if path.exists():
         raise ModelError(f"{path} is not a model folder and not a GGUF file", WAYS_OUT)

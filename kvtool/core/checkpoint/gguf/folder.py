@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
-import os
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -14,38 +12,21 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from kvtool.core.checkpoint.files import (
-    SOURCE,
-    UNPACK,
-    Once,
-    file_digest,
-    note_origin,
-    read_origin,
-    reading,
-    unnoticed,
-)
+from kvtool.core.checkpoint.files import SOURCE, UNPACK, Once, file_digest, note_origin, read_origin, reading, unnoticed
 from kvtool.core.checkpoint.gguf.header import OTHER_MODEL, GgufHeader, read_header
 from kvtool.core.common.files import cache_dir, make_folder
 from kvtool.core.errors import KvtoolError, ModelError, NoSpaceError
 
 _VERSION = 1  # of what is written: a change makes old folders, and stores, unused
 _WEIGHTS = "packed.weights"  # in a folder of an earlier release, several times the GGUF file's size: it is made anew
-_LIMITS = {  # what a header may ask for before a model of that size is laid out
-    "block_count": 1_000,
-    "embedding_length": 1 << 17,
-    "feed_forward_length": 1 << 20,
-    "attention.head_count": 1 << 12,
-    "attention.head_count_kv": 1 << 12,
-    "attention.key_length": 1 << 13,
-    "rope.dimension_count": 1 << 13,
-    "context_length": 1 << 30,
-    "vocab_size": 1 << 22,
-    "expert_count": 1 << 12,
-    "expert_used_count": 1 << 12,
-    "expert_feed_forward_length": 1 << 20,
-    "expert_shared_feed_forward_length": 1 << 20,
-    "attention.key_length_swa": 1 << 13,
-    "embedding_length_per_layer_input": 1 << 17,
+_LIMITS = {  # what a header may ask for
+    1_000: "block_count",
+    1 << 13: "attention.head_count attention.head_count_kv attention.key_length attention.key_length_swa "
+    "rope.dimension_count expert_count expert_used_count",
+    1 << 20: "embedding_length feed_forward_length expert_feed_forward_length expert_shared_feed_forward_length "
+    "embedding_length_per_layer_input",
+    1 << 22: "vocab_size",
+    1 << 30: "context_length",
 }
 
 
@@ -96,7 +77,7 @@ def _write_folder(gguf: Path, header: GgufHeader, folder: Path) -> None:
 def _write_files(gguf: Path, header: GgufHeader, target: Path) -> None:
     from kvtool.core.checkpoint.gguf.config import model_config
     from kvtool.core.checkpoint.gguf.tokenizer import write_tokenizer
-    from kvtool.core.checkpoint.support import check_sizes, check_supported
+    from kvtool.core.checkpoint.support import check_extent, check_supported
     from kvtool.core.common.collecting import paused_collection, quiet
 
     # `transformers` would mix in settings that are stored next to the file.
@@ -105,7 +86,7 @@ def _write_files(gguf: Path, header: GgufHeader, target: Path) -> None:
         outline.write_bytes(header.outline)
         config = model_config(gguf, header, outline)
     check_supported(config)
-    check_sizes(gguf, config, header.elements, len(header.tensors))
+    check_extent(gguf, config, [{"shape": tensor.shape, "dtype": "F32"} for tensor in header.tensors.values()])
     config.save_pretrained(target)
     with paused_collection():
         write_tokenizer(gguf, header, target)
@@ -118,7 +99,7 @@ def _check_header(gguf: Path, header: GgufHeader) -> None:
         raise ModelError(f"{gguf} is one of {parts} parts", "join them first: llama-gguf-split --merge FIRST OUT")
     if not header.tensors:
         raise ModelError(f"{gguf} holds no tensors", "it is a vocabulary, not a model")
-    for name, limit in _LIMITS.items():
+    for name, limit in ((name, limit) for limit, names in _LIMITS.items() for name in names.split()):
         value = header.value(name)
         numbers = value if isinstance(value, list) else [value]
         if any(isinstance(n, bool | str) or (n is not None and not 0 <= n <= limit) for n in numbers):
@@ -134,8 +115,6 @@ def _guarded(gguf: Path) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # the disk's fault
-        if number := re.search(r"\(os error (\d+)\)", str(error)):  # as well, in the words of tokenizers
-            raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
         what = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
         needed = "that would need a file as llama.cpp's converter writes it"
         raise ModelError(f"{gguf} could not be read: {what}; {needed}", OTHER_MODEL) from error

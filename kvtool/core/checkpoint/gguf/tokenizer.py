@@ -8,7 +8,6 @@ from typing import Any
 
 from kvtool.core.checkpoint.gguf.header import GgufHeader, read_texts
 
-_TOKENS, _MERGES = "tokenizer.ggml.tokens", "tokenizer.ggml.merges"
 _DIGITS_APART = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"})
 
 
@@ -16,9 +15,8 @@ def write_tokenizer(gguf: Path, header: GgufHeader, folder: Path) -> None:
     """Write tokenizer.json, which is parsed at each start and so has no indentation, and tokenizer_config.json."""
     from transformers.integrations.gguf import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
 
-    # The reader of `transformers` takes seconds for these.
-    texts = {key: read_texts(gguf, header, key) for key in (_TOKENS, _MERGES) if key in header.texts}
-    metadata = header.metadata | texts
+    # The reader of `transformers` takes seconds for these texts.
+    metadata = header.metadata | {key: read_texts(gguf, header, key) for key in header.texts}
     described, settings = (
         {name: metadata[f"tokenizer.{key}"] for key, name in names.items() if f"tokenizer.{key}" in metadata}
         for names in (GGUF_TOKENIZER_MAPPING["tokenizer"], GGUF_TOKENIZER_MAPPING["tokenizer_config"])
