@@ -35,7 +35,7 @@ QUICK = (
 )
 # What each library is for, once.
 BRIEF = (
-    *("tests/checkpoint/test_load.py", "tests/checkpoint/test_gguf.py::test_converted_model_is_the_original"),
+    *("tests/checkpoint/test_load.py", "tests/checkpoint/test_gguf.py::test_model_is_the_original"),
     *("tests/checkpoint/test_gguf.py::test_two_at_once", "tests/native/test_objects.py"),
     "tests/fusion/test_against_transformers.py::test_what_is_broken_is_caught",
     *("tests/codec/test_levels.py", "tests/cache/test_store.py"),

@@ -100,7 +100,7 @@ def _add_weights(writer: gguf.GGUFWriter, family: InGguf, model: Any) -> None:
             suffix = "bias" if name.endswith("dt_bias") else suffix
             one = arch in _NORMS_BY_ONE and "norm." in name and suffix == "weight" and "linear_attn" not in name
             stored = store(f"{theirs}.{suffix}", values + one, _kind(name, values)) - one
-        weight.copy_(torch.from_numpy(stored.copy()).view_as(weight).bfloat16())  # as a converted folder keeps it
+        weight.copy_(torch.from_numpy(stored.copy()).view_as(weight).bfloat16())  # as it is loaded
 
 
 def _kind(name: str, values: Array) -> str:

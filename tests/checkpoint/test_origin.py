@@ -1,4 +1,4 @@
-"""A folder converted from a GGUF file is checked against what was made: damage is reported, never computed with."""
+"""The folder of a GGUF file is checked against what was written: damage is reported, never computed with."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 
 from kvtool.core.checkpoint import files
 from kvtool.core.checkpoint.files import SOURCE, ModelFiles
-from kvtool.core.checkpoint.gguf import convert
-from kvtool.core.checkpoint.gguf.convert import converted
+from kvtool.core.checkpoint.gguf import folder as gguf_folder
+from kvtool.core.checkpoint.gguf.folder import prepare_folder
 from kvtool.core.checkpoint.hub import model_fingerprint
 from kvtool.core.errors import ModelError
 from tests.checkpoint.gguf_files import write_gguf
@@ -28,7 +28,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVTOOL_CACHE", str(place / "cache"))
         source = write_gguf(place / "tiny.gguf", kinds=KINDS)
-        converted(source)
+        prepare_folder(source)
     return source, place / "cache"
 
 
@@ -36,12 +36,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def source(made: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(files, "_RACY_SECONDS", 0.0)
     monkeypatch.setenv("KVTOOL_CACHE", str(shutil.copytree(made[1], tmp_path / "cache")))
-    monkeypatch.setattr(convert, "_convert", None)  # converting again would fail
+    monkeypatch.setattr(gguf_folder, "_write_files", None)  # writing it again would fail
     return made[0]
 
 
 def of(source: Path) -> str:
-    return model_fingerprint(ModelFiles(str(source), converted(source), "gguf", source), "float32")
+    return model_fingerprint(ModelFiles(str(source), prepare_folder(source), "gguf", source), "float32")
 
 
 def note(folder: Path) -> dict[str, Any]:
@@ -58,20 +58,20 @@ def test_the_fingerprint_is_the_gguf_files_alone(source: Path) -> None:
 @pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
 def test_damage_is_told(source: Path, name: str) -> None:
     of(source)
-    path = converted(source) / name
+    path = prepare_folder(source) / name
     path.write_bytes(path.read_bytes()[:-200] + b"\xff" * 200)
-    with pytest.raises(ModelError, match=f"damaged: {name} is not what was made") as caught:
+    with pytest.raises(ModelError, match=f"damaged: {name} is not what was written") as caught:
         of(source)
     assert "delete that folder" in caught.value.hint
 
 
 def test_a_file_that_is_gone_or_was_put_there(source: Path) -> None:
-    folder = converted(source)
+    folder = prepare_folder(source)
     (folder / "config.json").rename(folder / "adapter_config.json")
-    with pytest.raises(ModelError, match=r"adapter_config\.json is not what was made"):
+    with pytest.raises(ModelError, match=r"adapter_config\.json is not what was written"):
         of(source)
     (folder / "adapter_config.json").unlink()
-    with pytest.raises(ModelError, match=r"config\.json is not what was made"):
+    with pytest.raises(ModelError, match=r"config\.json is not what was written"):
         of(source)
 
 
@@ -84,14 +84,14 @@ def test_a_start_hashes_nothing_again(source: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", ["all digests", "its note"])
 def test_a_folder_that_is_not_whole_is_made_anew(source: Path, monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
-    folder, first = converted(source), of(source)
+    folder, first = prepare_folder(source), of(source)
     noted = note(folder)
     del noted["files"]
     (folder / SOURCE).write_text(json.dumps(noted))
     if lost == "its note":
         (folder / SOURCE).unlink()
-    with pytest.raises(ModelError, match="could not be converted"):  # `_convert` is gone
-        converted(source)
+    with pytest.raises(ModelError, match="could not be read"):  # `_write_files` is gone
+        prepare_folder(source)
     monkeypatch.undo()
     monkeypatch.setenv("KVTOOL_CACHE", str(folder.parent.parent))
     assert of(source) == first
@@ -100,7 +100,7 @@ def test_a_folder_that_is_not_whole_is_made_anew(source: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"sha256": "0", "version": "x"}', '{"files": 3}', "\x00\xff"])
 def test_a_note_that_cannot_be_read(source: Path, text: str) -> None:
-    folder = converted(source)
+    folder = prepare_folder(source)
     (folder / SOURCE).write_text(text)
     with pytest.raises(ModelError, match=f"{SOURCE} cannot be read"):
         of(source)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvtool.core.checkpoint import files
-from kvtool.core.checkpoint.gguf.convert import converted
+from kvtool.core.checkpoint.gguf.folder import prepare_folder
 from kvtool.core.checkpoint.gguf.header import read_header
 from tests.checkpoint.gguf_files import write_gguf
 from tests.cli.working import QUESTION
@@ -21,8 +21,6 @@ READ = {  # files made of a GGUF file that Python opens to load its model, and h
     "tokenizer.json": 0,
     "tokenizer_config.json": 1,
     "gguf-source.json": 2,
-    "generation_config.json": 1,
-    "chat_template.jinja": 1,
 }
 
 
@@ -31,7 +29,7 @@ def test_a_tensor_of_a_gguf_file_is_read_once(tmp_path: Path, monkeypatch: pytes
     """Files that a library reads in Rust are not counted."""
     monkeypatch.setattr(files, "_RACY_SECONDS", -1.0)  # as if it had been used some time ago
     gguf = write_gguf(tmp_path / "tiny.gguf", kinds={"": "Q8_0"})
-    folder = converted(gguf)
+    folder = prepare_folder(gguf)
     lines = (
         "import json, sys",
         "from collections import Counter",

@@ -224,11 +224,11 @@ def note_origin(folder: Path, gguf: Path, version: int) -> None:
     _write_atomically(folder / SOURCE, json.dumps(asdict(origin)).encode())
 
 
-def converted_contents(folder: Path, gguf: Path | None) -> dict[str, Any]:
+def gguf_contents(folder: Path, gguf: Path | None) -> dict[str, Any]:
     origin, found = read_origin(folder), _digests(folder)
     wrong = {name for name in origin.files.keys() | found.keys() if found.get(name) != origin.files.get(name)}
     if wrong:
-        raise _damaged(folder, f"{min(wrong)} is not what was made")
+        raise _damaged(folder, f"{min(wrong)} is not what was written")
     if gguf is not None and file_digest(gguf) != origin.sha256:
         raise ModelError(f"{gguf} has changed since the command began", "run it again")
     return {"gguf": origin.sha256, "conversion": origin.version}
@@ -247,7 +247,8 @@ def _digests(folder: Path) -> dict[str, str]:
 
 def _damaged(folder: Path, what: str) -> ModelError:
     return ModelError(
-        f"the converted model in {folder} is damaged: {what}", "delete that folder; it is made again from the GGUF file"
+        f"the model's settings in {folder} are damaged: {what}",
+        "delete that folder; it is written again from the GGUF file",
     )
 
 

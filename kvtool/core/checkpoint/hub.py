@@ -24,13 +24,14 @@ from kvtool.core.checkpoint.files import (
     ModelFiles,
     Once,
     check_folder,
-    converted_contents,
     file_digest,
+    gguf_contents,
     looks_local,
     read_config,
     unnoticed,
     weight_files,
 )
+from kvtool.core.checkpoint.gguf.folder import prepare_folder
 from kvtool.core.common.installing import install_line
 from kvtool.core.errors import KvtoolError, ModelError, NoSpaceError, did_you_mean
 
@@ -169,10 +170,8 @@ def resolve(ref: str, *, offline: bool = False, once: Once = unnoticed) -> Model
     if not ref.strip():
         raise ModelError("the model's name is empty", WAYS_OUT)
     if ref == PACKAGED:
-        from kvtool.core.checkpoint.gguf.convert import converted
-
         gguf = find_packaged()
-        return ModelFiles(PACKAGED, converted(gguf, once), "packaged", gguf)
+        return ModelFiles(PACKAGED, prepare_folder(gguf, once), "packaged", gguf)
     path = Path(ref).expanduser()
     try:
         exists = path.exists()
@@ -196,9 +195,7 @@ def _local(path: Path, once: Once) -> ModelFiles:
         check_folder(path)
         return ModelFiles(str(path), path, "folder")
     if path.suffix.lower() == ".gguf":
-        from kvtool.core.checkpoint.gguf.convert import converted
-
-        return ModelFiles(str(path), converted(path, once), "gguf", path)
+        return ModelFiles(str(path), prepare_folder(path, once), "gguf", path)
     if path.exists():
         raise ModelError(f"{path} is not a model folder and not a GGUF file", WAYS_OUT)
     raise ModelError(f"there is no model at {path}", WAYS_OUT)
@@ -240,7 +237,7 @@ def model_fingerprint(files: ModelFiles, dtype: str, once: Once = unnoticed) -> 
     """
     folder = files.folder
     if files.kind in ("gguf", "packaged"):
-        contents = converted_contents(folder, files.gguf)
+        contents = gguf_contents(folder, files.gguf)
     else:
         contents = {
             "config": _lasting(read_config(folder)),

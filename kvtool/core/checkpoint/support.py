@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -142,14 +142,15 @@ _MANY = ("num_experts", "num_local_experts", "n_routed_experts")  # that have su
 _IN_A_BYTE = 8  # weights that a packed integer may hold
 
 
-def check_extent(folder: Path, config: Any) -> None:
-    text, tables = text_config(config), _tables(folder)
+def check_extent(source: Path, config: Any, tensors: Sequence[Mapping[str, Any]] | None = None) -> None:
+    """Refuse a model that is far larger than its weights. `tensors`: shapes and dtypes of a file, else the folder's."""
+    text, tables = text_config(config), _tables(source) if tensors is None else tensors
     held, width = _elements(tables), max(1, _number(text, "hidden_size"))
     described = {name: (_number(text, name) * width, held) for name in (*_WIDE, *_MANY)}
     described["num_hidden_layers"] = _number(text, "num_hidden_layers"), len(tables)
     for name, (wanted, most) in described.items():
         if wanted > most:
-            raise _too_large(folder, f"{name} = {_number(text, name):,}")
+            raise _too_large(source, f"{name} = {_number(text, name):,}")
 
 
 def check_laid_out(folder: Path, text: TextSubmodel) -> None:
@@ -179,5 +180,5 @@ def _elements(tables: Iterable[Mapping[str, Any]]) -> int:
     return sum(prod(entry["shape"]) * (1 if "F" in entry["dtype"] else _IN_A_BYTE) for entry in tables)
 
 
-def _too_large(folder: Path, what: str) -> ModelError:
-    return ModelError(f"{folder} describes a larger model than its weights are: {what}", "download the model again")
+def _too_large(source: Path, what: str) -> ModelError:
+    return ModelError(f"{source} describes a larger model than its weights are: {what}", "download the model again")

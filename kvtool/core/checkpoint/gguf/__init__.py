@@ -1,1 +1,1 @@
-"""GGUF files, converted once into a folder that `transformers` loads."""
+"""GGUF files: a folder of settings and tokenizer that `transformers` loads, and weights read from the file."""

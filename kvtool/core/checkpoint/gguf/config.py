@@ -52,7 +52,7 @@ def model_config(gguf: Path, header: GgufHeader, outline: Path) -> Any:
     read = _read(gguf, header, outline)
     kind = CONFIG_MAPPING[read.pop("model_type")]
     stated = _gemma4(header) if header.architecture == _GEMMA4 else _stated(header, kind)
-    config = kind(**{"pad_token_id": None} | read | stated)
+    config = kind(**{"pad_token_id": None, "dtype": "bfloat16"} | read | stated)
     restore_rope(gguf, header, config)
     _restore_attention_scale(header, config)
     return config

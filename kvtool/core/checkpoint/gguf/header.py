@@ -8,7 +8,7 @@ from __future__ import annotations
 import mmap
 import struct
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -28,6 +28,7 @@ _MAX_ELEMENTS = 1 << 40
 _MAX_DIMS = 4
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_TEXTS = struct.pack("<II", _ARRAY, _STRING)
 _LENGTH = struct.Struct("<Q")
 _DEFAULT_ALIGNMENT = 32
 _SHORT_BYTES = 1 << 14  # of an entry of the metadata: all but the vocabulary's
@@ -56,6 +57,7 @@ class GgufHeader:
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
     outline: bytes = b""  # a GGUF file: the metadata without long values, and tensors of the same names, a number each
+    texts: dict[str, int] = field(default_factory=dict)  # first byte of each array of strings, by its key
 
     @property
     def architecture(self) -> str:
@@ -83,6 +85,17 @@ def read_header(path: Path) -> GgufHeader:
         raise ModelError(f"{path} is not a whole GGUF file: {error}", "download it again") from error
 
 
+def read_texts(path: Path, header: GgufHeader, key: str) -> list[str]:
+    """Decode an array of strings, of which the header has the length."""
+    texts, at = [], header.texts[key]
+    with reading(path), path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        for _ in range(header.metadata[key]):
+            start = at + _LENGTH.size
+            at = start + _LENGTH.unpack_from(data, at)[0]
+            texts.append(data[start:at].decode("utf-8"))
+    return texts
+
+
 class _Reader:
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
@@ -98,17 +111,20 @@ class _Reader:
         tensor_count = self._count("Q", _MAX_TENSORS, 24, "tensors")
         key_count = self._count("Q", _MAX_KEYS, 13, "keys")
         metadata: dict[str, Any] = {}
+        texts = {}
         short = []
         for _ in range(key_count):
             start, key = self._at, self._string(_MAX_KEY_BYTES)
             if key in metadata:
                 raise _MalformedError(f"the key {key[:80]!r} comes twice")
+            if self._data[self._at : self._at + len(_TEXTS)] == _TEXTS:
+                texts[key] = self._at + len(_TEXTS) + _LENGTH.size
             metadata[key] = self._value()
             if self._at - start <= _SHORT_BYTES:
                 short.append(self._data[start : self._at])
         alignment = _alignment(metadata)
         tensors = self._tensors(tensor_count, alignment)
-        return GgufHeader(metadata, tensors, _outline(short, tensors, alignment))
+        return GgufHeader(metadata, tensors, _outline(short, tensors, alignment), texts)
 
     def _take(self, length: int) -> bytes:
         end = self._at + length
@@ -156,7 +172,7 @@ class _Reader:
         return list(struct.unpack(f"<{count}{_SCALARS[kind]}", self._take(count * width)))
 
     def _pass_texts(self, count: int) -> None:
-        """Pass a vocabulary: hundreds of thousands of texts, which `transformers` decodes."""
+        """Pass a vocabulary: hundreds of thousands of texts, which only `read_texts` decodes."""
         data, at, size, unpack = self._data, self._at, self._size, _LENGTH.unpack_from
         for _ in range(count):
             length = unpack(data, at)[0]

@@ -50,24 +50,14 @@ class Weight:
     keeps_columns: bool = True  # only whole rows are moved, if anything is
 
 
-def check_weights(gguf: Path, header: GgufHeader, config: Any) -> Any:
-    """Return the model without numbers. Raises ModelError: the file has more tensors than it, or fewer."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
-    tied = sum(weight.numel() for weight in {id(weight): weight for weight in model.parameters()}.values())
-    if tied > header.elements:
-        raise ModelError(
-            f"{gguf} holds {header.elements:,} weights, but describes a model of {tied:,}", "download it again"
-        )
-    weights_of(gguf, header, model)
-    return model
-
-
 def weights_of(gguf: Path, header: GgufHeader, model: Any) -> dict[str, Weight]:
     """Map each weight of a model to its tensors. Raises ModelError: tensors are left over, or missing."""
-    state = model.state_dict()
+    state, tied = model.state_dict(), model.all_tied_weights_keys or {}
+    size = sum(weight.numel() for name, weight in model.named_parameters() if name not in tied)
+    if size > header.elements:
+        raise ModelError(
+            f"{gguf} holds {header.elements:,} weights, but describes a model of {size:,}", "download it again"
+        )
     find = _converted if is_gguf_arch_supported(header.architecture) else _processed
     weights = find(header, model)
     used = {source.name for weight in weights.values() for source in weight.sources}
@@ -77,7 +67,6 @@ def weights_of(gguf: Path, header: GgufHeader, model: Any) -> dict[str, Weight]:
             f"room, first {left[0]}",
             "use the model's original safetensors instead",
         )
-    tied = model.all_tied_weights_keys or {}
     missing = [name for name in state if name not in weights and tied.get(name) not in weights]
     sizes = {name: sum(prod(source.shape) for source in weight.sources) for name, weight in weights.items()}
     _refuse_missing(gguf, missing + [name for name, size in sizes.items() if size != state[name].numel()])
