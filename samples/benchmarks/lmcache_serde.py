@@ -29,6 +29,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.checkpoint.load import load_model
 from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.profile import Profile
+from kvtool.core.model.tokens import encode
 from kvtool.core.session.session import Session
 from kvtool.lmcache import LevelSerde, Rope
 
@@ -67,7 +68,7 @@ def main() -> None:
     torch.set_grad_enabled(False)
     prompts = []
     for path in given.texts:
-        ids = tokenizer(path.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
+        ids = encode(tokenizer, path.read_text(encoding="utf-8"))
         assert len(ids) >= given.tokens + given.scored, f"{path} has {len(ids)} tokens"
         prompts.append(torch.tensor([ids[: given.tokens + given.scored]]))
     exact = [prefilled(loaded.model, ids[:, : given.tokens]) for ids in prompts]

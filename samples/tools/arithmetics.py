@@ -18,6 +18,7 @@ import torch
 from kvtool.core.checkpoint.hub import resolve
 from kvtool.core.checkpoint.load import load_model
 from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.tokens import encode
 
 REFERENCE = "float32"
 
@@ -26,9 +27,9 @@ REFERENCE = "float32"
 def prefilled(model: str, dtype: str, texts: list[str], tokens: int) -> tuple[torch.Tensor, float]:
     """Return the log probabilities after each token `[tokens, vocabulary]`, and tokens a second of processor time."""
     loaded = load_model(resolve(model), device="cpu", dtype=dtype, packed=True)
-    prompts = [loaded.tokenizer(text)["input_ids"][:tokens] for text in texts]
-    found = [loaded.model(torch.tensor([ids])).logits[0] for ids in prompts]
+    prompts = [encode(loaded.tokenizer, text)[:tokens] for text in texts]
     decoder = Decoder(loaded, kv_dtype=torch.bfloat16)
+    found = [decoder.extend(ids, decoder.new_cache(len(ids))) for ids in prompts]
     decoder.prefill(prompts[0][:64])  # compiles
     started = time.process_time()
     for ids in prompts:

@@ -46,6 +46,7 @@ def test_equals_that_of_transformers(chat: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
+        {"add_bos_token": False},
         {"pad_token": "<pad>"},
         {"additional_special_tokens": ["<image>"]},
         {"extra_special_tokens": {"image_token": "<image>"}},

@@ -65,6 +65,9 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
         return None
     if not all(_is_same(known, stated) for stated in (settings.get("added_tokens_decoder") or {}).values()):
         return None
+    begins = backend.encode("a").ids[:1] == [backend.token_to_id(special.get("bos_token", ""))]
+    if begins != bool(settings.get("add_bos_token", begins and backend.post_processor is not None)):
+        return None
     spaced = settings.get("clean_up_tokenization_spaces") and type(backend.model).__name__ != "BPE"
     if spaced or (backend.get_vocab_size() > _PATCHED and "mistral" in _family(folder)):
         return None

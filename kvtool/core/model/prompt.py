@@ -195,7 +195,7 @@ def _one_bos(tokenizer: Any, ids: list[int]) -> Ids:
     start = 0
     while ids[start : start + 1] == [bos]:
         start += 1
-    is_added = start or tokenizer("a", add_special_tokens=True)["input_ids"][:1] == [bos]
+    is_added = start or tokenizer.backend_tokenizer.encode("a").ids[:1] == [bos]
     return (bos, *ids[start:]) if is_added else tuple(ids)
 
 

@@ -17,6 +17,7 @@ from kvtool.core.codec.levels import WHOLE, level_of
 from kvtool.core.common.types import Ids
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import LeadIn, PrefillItem, prefill_chunks
+from kvtool.core.model.tokens import encode
 from kvtool.core.records.encode import encode_layers
 from samples.benchmarks.bench.machine import Host
 from samples.benchmarks.bench.prompts import (
@@ -61,7 +62,7 @@ def prepared(told: dict[str, Any]) -> dict[str, Any]:
 
 def _cut(tokenizer: Any, longest: int, question: int, chunk: int) -> BenchText:
     """Lead-in, body and question, in this order from the text; begun again where it is too short."""
-    ids = tuple(tokenizer(text(), add_special_tokens=False, verbose=False)["input_ids"])
+    ids = tuple(encode(tokenizer, text()))
     needed = LEAD_IN_TOKENS + longest + question
     stream = islice(_again(ids), needed)
     lead_in, body, asked = (tuple(islice(stream, count)) for count in (LEAD_IN_TOKENS, longest, question))
