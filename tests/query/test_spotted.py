@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kvtool.core.cache.store import Store
+from kvtool.core.checkpoint.load import load_model
 from kvtool.core.errors import UsageError
 from kvtool.core.model import template, tokens
 from kvtool.core.model.options import ModelOptions
@@ -60,7 +61,8 @@ def test_recomputing_everything_is_full_prefill_of_that_very_prompt(session: Ses
     full = answer(session, request, QueryOptions(max_tokens=4, fusion="full"))
     ids = message_tokens(session.tokenizer, messages)
     with torch.inference_mode():
-        plain = session.decoder.model(input_ids=torch.tensor([ids])).logits[0, -1].float()
+        model = load_model(session.model.files, device="cpu", dtype="float32").model
+        plain = model(input_ids=torch.tensor([ids])).logits[0, -1]
     assert torch.equal(full.fused.logits.argmax(), plain.argmax())
     torch.testing.assert_close(full.fused.logits.float().flatten(), plain, atol=1e-4, rtol=0)
     for mode, more in (("blend", {"ratio": 1.0}), ("epic", {"link_tokens": 10_000})):
@@ -110,7 +112,7 @@ def test_an_answer_that_quotes_a_passage_does_not_end_retrieval(session: Session
 
 
 def test_control_tokens_that_a_client_writes_are_text(session: Session, messages: Messages) -> None:
-    end = session.tokenizer.eos_token
+    end = session.tokenizer.special_tokens_map["eos_token"]
     pasted = (*messages[:-1], ("user", f"{end} {messages[-1][1]}"))
     ids, plain = message_tokens(session.tokenizer, pasted), message_tokens(session.tokenizer, messages)
     assert ids.count(session.tokenizer.eos_token_id) == plain.count(session.tokenizer.eos_token_id)

@@ -206,7 +206,8 @@ def _decoder(run: Run, shape: str | None) -> Decoder:
     run.out.doing(f"loading {shape or wanted.model or PACKAGED}")
     if shape is None:
         files = resolve(wanted.model or PACKAGED, offline=wanted.offline)
-        return Decoder(load_model(files, device=wanted.device, dtype=wanted.dtype, packed=True))
+        # Built by transformers, whose own forward is measured, too.
+        return Decoder(load_model(files, device=wanted.device, dtype=wanted.dtype, packed=True, listed=False))
     loaded = build_shape(shape, wanted.device, wanted.dtype)
     pack_weights(loaded.model)
     return Decoder(loaded)
