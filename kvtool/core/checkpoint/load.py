@@ -222,11 +222,13 @@ def _whole_config(files: ModelFiles) -> Any:
 def _model(files: ModelFiles, device: str, dtype: str, packed: bool, listed: bool) -> Any:
     from kvtool.core.checkpoint.dense import DenseModel
     from kvtool.core.kernels.linear.onednn import pack_weights
+    from kvtool.core.native.isa import isa_here
 
     int8, dtype = dtype == INT8, "float32" if dtype == INT8 else dtype
     stays = packed and device == "cpu" and dtype in ("float32", "bfloat16")
+    has_layers = isa_here() is not None if stays else device.startswith("cuda")
     # Gradients need transformers' own forward.
-    model = _dense_model(files, dtype, stays, int8) if packed and listed else None
+    model = _dense_model(files, dtype, stays, int8) if packed and listed and has_layers else None
     if model is None:
         model = _transformers_model(files, device, dtype, stays, int8)
     if int8 and not any(getattr(module, "int8", False) for module in model.modules()):

@@ -19,6 +19,7 @@ from kvtool.core.model.forward import Forward
 from kvtool.core.model.hf.adapter import HfForward
 from kvtool.core.model.passes import Pass
 from kvtool.core.model.spec import UnsupportedArchitecture, check_trial
+from kvtool.core.native.isa import isa_here
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
@@ -34,7 +35,7 @@ def why_not_served(decoder: Decoder) -> str:
         return ""
     if not decoder.loaded.fingerprint:
         return _why_not(decoder)
-    key = [decoder.loaded.fingerprint, str(decoder.loaded.arithmetic), *map(version, _PACKAGES)]
+    key = [decoder.loaded.fingerprint, str(decoder.loaded.arithmetic), str(isa_here()), *map(version, _PACKAGES)]
     path = cache_dir() / "checked" / hashlib.sha256("\0".join(key).encode()).hexdigest()[:32]
     with suppress(OSError, UnicodeError):
         return path.read_text(encoding="utf-8")
