@@ -113,9 +113,9 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
     name = config.get("model_type")
     if (family := FAMILIES.get(str(name))) is None:
         raise UnlistedArchitecture(f"the family {name} is not listed")
-    known = _READ | _WITHOUT_EFFECT | family.settings
+    listed = _READ | _WITHOUT_EFFECT | family.settings
     stated = [key for key, value in config.items() if value not in (None, False, 0) and not key.startswith("_")]
-    if unknown := sorted(set(stated) - known):
+    if unknown := sorted(set(stated) - listed):
         raise UnlistedArchitecture(f"the setting {unknown[0]} is not known")
     try:
         return _architecture(family, config)

@@ -164,7 +164,9 @@ class _Builder:
         if weight is None:
             raise UnlistedArchitecture(f"there is no weight {name}")
         shape = (weight.rows, weight.columns) if isinstance(weight, QuantizedTensor) else tuple(weight.shape)
-        if len(shape) != len(sizes) or any(size not in (None, own) for size, own in zip(sizes, shape, strict=True)):
+        if len(shape) != len(sizes) or any(
+            size not in (None, actual) for size, actual in zip(sizes, shape, strict=True)
+        ):
             raise UnlistedArchitecture(f"the weight {name} has the shape {list(shape)}")
         return weight
 

@@ -204,7 +204,10 @@ def load_model(
 
 def supported_config(files: ModelFiles) -> Any:
     with contextlib.suppress(UnlistedArchitecture):
-        return read_architecture(read_config(files.folder)).config
+        config = read_architecture(read_config(files.folder)).config
+        if files.gguf is None:
+            check_extent(files.folder, config)
+        return config
     return text_config(_whole_config(files))
 
 

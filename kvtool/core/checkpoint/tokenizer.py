@@ -58,12 +58,12 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
     template = settings.get("chat_template")
     if (folder / _TEMPLATE).is_file():
         template = (folder / _TEMPLATE).read_text(encoding="utf-8")
-    known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     others = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or ()
     plain = isinstance(template, str | None) and isinstance(others, list | tuple)
-    if not plain or not all(_is_special(known, token) for token in (*special.values(), *map(_content, others))):
+    if not plain or not all(_is_special(added, token) for token in (*special.values(), *map(_content, others))):
         return None
-    if not all(_is_same(known, stated) for stated in (settings.get("added_tokens_decoder") or {}).values()):
+    if not all(_is_same(added, stated) for stated in (settings.get("added_tokens_decoder") or {}).values()):
         return None
     begins = backend.encode("a").ids[:1] == [backend.token_to_id(special.get("bos_token", ""))]
     if begins != bool(settings.get("add_bos_token", begins and backend.post_processor is not None)):
@@ -87,12 +87,12 @@ def _content(token: Any) -> str:
     return str(token["content"]) if isinstance(token, dict) else str(token)
 
 
-def _is_special(known: Mapping[str, AddedToken], token: str) -> bool:
-    return token in known and bool(known[token].special)
+def _is_special(added: Mapping[str, AddedToken], token: str) -> bool:
+    return token in added and bool(added[token].special)
 
 
-def _is_same(known: Mapping[str, AddedToken], stated: Mapping[str, Any]) -> bool:
-    token = known.get(str(stated.get("content")))
+def _is_same(added: Mapping[str, AddedToken], stated: Mapping[str, Any]) -> bool:
+    token = added.get(str(stated.get("content")))
     if token is None:
         return False
     return all(bool(stated.get(flag, getattr(token, flag))) == getattr(token, flag) for flag in _FLAGS)

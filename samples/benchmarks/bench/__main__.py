@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.cli.app import main
 from kvtool.cli.commands import new_app
-from kvtool.cli.options import Run, open_session, takes
+from kvtool.cli.options import Run, takes
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.checkpoint.files import PACKAGED
 from kvtool.core.common.sizes import counted
@@ -26,7 +26,9 @@ from samples.benchmarks.bench.options import (
 )
 
 if TYPE_CHECKING:
+    from kvtool.core.cache.store import Store
     from kvtool.core.model.decoder import Decoder
+    from kvtool.core.session.session import Session
     from samples.benchmarks.bench.fusion import FusionOptions
 
 app = new_app("Measure speed on this machine, compared with plain transformers in the same run.")
@@ -48,7 +50,7 @@ def ingest(run: Run) -> None:
 
     options = run.get(IngestBenchOptions)
     with Store.open(run.folder) as store:
-        session = open_session(run, store)
+        session = _session(run, store)
         files = files_of(store, session.identity, options.tokens)
         if not files:
             raise KvtoolError("the store holds no documents", "run `kvtool ingest PATH` first")
@@ -56,6 +58,15 @@ def ingest(run: Run) -> None:
             events = Events(status=bar.describe, advance=bar.advance)
             result = bench_ingest(session.decoder, session.identity, files, options.repeat, events)
     run.out.result(result, human=lambda: _show_ingest(run, result))
+
+
+def _session(run: Run, store: Store) -> Session:
+    """Open a store's session with its model loaded."""
+    from kvtool.core.session.session import Session
+
+    session = Session.open(store, run.get(ModelOptions), warn=run.out.warning)
+    assert session.decoder is not None
+    return session
 
 
 def _show_ingest(run: Run, result: Mapping[str, Any]) -> None:
@@ -154,7 +165,7 @@ def _measured(run: Run, shape: str | None, options: FusionOptions, events: Event
         wanted = run.get(ModelOptions)
         return bench_shape(shape, wanted.device, wanted.dtype, options, events)
     with Store.open(run.folder) as store:
-        session = open_session(run, store)
+        session = _session(run, store)
         return bench_store(store, session, options, events)
 
 
