@@ -125,7 +125,7 @@ Pack = Annotated[Path, typer.Argument(metavar="FILE.kvpack", help="The pack.")]
 )
 def export(run: Run, pack: Pack) -> int | None:
     """Write documents, chunks and their KV to one file, a pack."""
-    from kvtool.core.pack.export import export as run_export
+    from kvtool.core.remote.export import export as run_export
 
     options = run.get(ExportOptions)
     levels = options.levels or None
@@ -163,7 +163,7 @@ def import_(run: Run, sources: Sources) -> int | None:
     `ingest --shard` with --mine. A missing store is created; the sources do not change.
     """
     from kvtool.core.cache.store import Store
-    from kvtool.core.pack.import_ import import_sources
+    from kvtool.core.remote.import_ import import_sources
     from kvtool.core.session.identity import store_identity
     from kvtool.reports.glance import computed_by, makers
 

@@ -13,9 +13,9 @@ from kvtool.core.compress.job import compress
 from kvtool.core.compress.options import CompressOptions
 from kvtool.core.corpus.options import Shard, shard_error
 from kvtool.core.errors import StoreFormatError, StoreNotFoundError, UsageError
-from kvtool.core.pack import import_ as merging
-from kvtool.core.pack.export import export
-from kvtool.core.pack.import_ import import_sources
+from kvtool.core.remote import import_ as merging
+from kvtool.core.remote.export import export
+from kvtool.core.remote.import_ import import_sources
 from kvtool.core.remote.signing import Trust
 from kvtool.core.remote.values import survey
 from tests.cli.working import CHUNKS, PREFIX, break_record, chunks_of, damages, kvtool, state, write_corpus

@@ -19,11 +19,11 @@ from kvtool.core.errors import (
     StoreNotFoundError,
     UsageError,
 )
-from kvtool.core.pack.import_ import import_sources
 from kvtool.core.remote import values
 from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.catalogue import HEAD
 from kvtool.core.remote.catalogue_io import read_catalogue
+from kvtool.core.remote.import_ import import_sources
 from kvtool.core.remote.pull import preview, pull
 from kvtool.core.remote.push import push
 from kvtool.core.remote.signing import Trust

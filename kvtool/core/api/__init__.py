@@ -23,9 +23,9 @@ from kvtool.core.upkeep.options import ForgetOptions, PruneOptions
 if TYPE_CHECKING:
     from kvtool.core.compress.report import CompressReport
     from kvtool.core.ingest.report import IngestReport
-    from kvtool.core.pack.export import ExportReport
     from kvtool.core.query.conversation import Conversation
     from kvtool.core.query.reply import Reply
+    from kvtool.core.remote.export import ExportReport
     from kvtool.core.remote.report import TransferReport
     from kvtool.core.upkeep.budget import Budget
     from kvtool.core.upkeep.forget import Removal
@@ -146,7 +146,7 @@ class Cache(Held):
     @alone(ExportOptions)
     def export(self, pack: str | Path, *, events: Events | None = None, **options: Any) -> ExportReport:
         """Write the store, or a part of it, into one file; `options` are the fields of `ExportOptions`."""
-        from kvtool.core.pack.export import export
+        from kvtool.core.remote.export import export
 
         wanted = self._wanted(ExportOptions, options)
         levels, told = wanted.levels or None, self._events(events)
@@ -157,7 +157,7 @@ class Cache(Held):
     @alone(ImportOptions)
     def take(self, pack: str | Path, *, events: Events | None = None, **options: Any) -> TransferReport:
         """Import a pack, or a store's folder, as `store import` does; `options` are the fields of `ImportOptions`."""
-        from kvtool.core.pack.import_ import take
+        from kvtool.core.remote.import_ import take
 
         wanted = self._wanted(ImportOptions, options)
         told, trust, wait = self._events(events), wanted.trusted(), wanted.lock_wait

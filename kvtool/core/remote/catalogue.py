@@ -200,21 +200,6 @@ class Catalogue:
     shards: tuple[Shard | None, ...] = field(default=(), compare=False)
     proof: Proof | None = field(default=None, compare=False)
 
-    def pack(self, key: SigningKey | None = None) -> bytes:
-        value = {"format": FORMAT, **self.facts(), **rows_of(self.files, self.chunks)}
-        return packed(canonical(value, self.proof, key))
-
-    @classmethod
-    def unpack(cls, data: bytes) -> Catalogue:
-        """Inverse of :meth:`pack`; checks every part. Raises DamagedError, StoreFormatError."""
-        value = catalogue_json(data)
-        try:
-            left_out = list[tuple[str, str]]()
-            files, chunks = entries_of(value, left_out)
-            return cls(*facts_of(value), files, chunks, tuple(left_out), proof=proof_in(value))
-        except (ValueError, KeyError) as error:
-            raise unreadable(error) from error
-
     def facts(self) -> dict[str, Any]:
         return {"identity": self.identity, "meta": self.meta, "profiles": sorted(self.profiles)}
 

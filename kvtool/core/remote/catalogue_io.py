@@ -19,7 +19,7 @@ import zstandard
 from kvtool.core.cache.layout import TEMPORARY, make_folder
 from kvtool.core.common.collecting import paused_collection
 from kvtool.core.common.files import cache_dir
-from kvtool.core.common.urls import place_of
+from kvtool.core.common.urls import is_url, place_of
 from kvtool.core.errors import DamagedError, KvtoolError, StoreFormatError, StoreNotFoundError
 from kvtool.core.remote import validation
 from kvtool.core.remote.blobs import Blobs
@@ -250,12 +250,12 @@ def cache_folder(kind: str, url: str) -> Path:
 
 
 class CatalogueCache:
-    """Values by their digests, in kvtool's cache folder. Where none can be kept, none is."""
+    """Values by their digests, in kvtool's cache folder. Where none can be kept, none is; nor of a pack, a file."""
 
     def __init__(self, url: str) -> None:
         self._folder: Path | None = None
         with suppress(KvtoolError):
-            self._folder = cache_folder("catalogues", url)
+            self._folder = cache_folder("catalogues", url) if is_url(url) else None
 
     def get(self, digest: str) -> bytes | None:
         with suppress(OSError):

@@ -14,7 +14,7 @@ from kvtool.core.common.sizes import counted
 from kvtool.core.common.types import Events
 from kvtool.core.errors import DamagedError, RemoteError, StoreNotFoundError, UsageError
 from kvtool.core.remote import values
-from kvtool.core.remote.blobs import Blobs, open_blobs
+from kvtool.core.remote.blobs import Blobs, PrivateBlobs, open_blobs
 from kvtool.core.remote.catalogue import (
     HEAD,
     Catalogue,
@@ -32,7 +32,7 @@ from kvtool.core.remote.options import PushOptions
 from kvtool.core.remote.report import TransferReport
 from kvtool.core.remote.send import Sender
 from kvtool.core.remote.signing import SigningKey
-from kvtool.core.remote.values import join_codec
+from kvtool.core.remote.values import Part, join_codec
 
 _TRIES = 8  # pushes of others that come in between
 
@@ -47,18 +47,19 @@ def push(
     yes: bool = False,
     key: SigningKey | None = None,
     events: Events | None = None,
+    part: Part | None = None,
 ) -> TransferReport:
     """Bring a shared store up to date with a store. Run again to resume; what is there already is not sent again.
 
     `delete`: forget what the store does not have, if nothing of it is damaged, more than half only with `yes`.
     `verify`: read back what is there, and send again what is damaged. `key`: signs the catalogue; the shared store then
-    holds nothing that this key has not signed.
+    holds nothing that this key has not signed. `part`: push only that, into an empty pack.
 
     Raises RemoteError or NoSpaceError (what was sent stays), StoreFormatError (another model, or no store), UsageError.
     """
     started = time.perf_counter()
     report = TransferReport("push", blobs.url, dry_run=dry_run)
-    job = _Push(store, DryRunBlobs(blobs) if dry_run else blobs, report, events or Events(), verify, key)
+    job = _Push(store, DryRunBlobs(blobs) if dry_run else blobs, report, events or Events(), verify, key, part)
     job.run(delete, yes or dry_run)
     report.seconds = time.perf_counter() - started
     return report
@@ -80,17 +81,24 @@ def push_to(url: str, folder: Path, options: PushOptions, events: Events) -> Tra
 
 class _Push:
     def __init__(
-        self, store: Store, blobs: Blobs, report: TransferReport, events: Events, verify: bool, key: SigningKey | None
+        self,
+        store: Store,
+        blobs: Blobs,
+        report: TransferReport,
+        events: Events,
+        verify: bool,
+        key: SigningKey | None,
+        part: Part | None,
     ) -> None:
         self.store, self.blobs, self.report, self.events = store, blobs, report, events
-        self.verify, self.key, self.lease = verify, key, Lease(blobs)
+        self.verify, self.key, self.part, self.lease = verify, key, part, Lease(blobs)
         self.sender = Sender(store, blobs, self.lease, report, events, verify)
         self.garbage = GarbageCollector(blobs, self.lease, report, events)
 
     def run(self, delete: bool, yes: bool) -> None:
         if not self.store.manifest():
             raise StoreNotFoundError(f"the store at {self.store.path} is empty", "run `kvtool ingest PATH` first")
-        if count := len(self.store.stretches()):  # which a catalogue has no name for
+        if self.part is None and (count := len(self.store.stretches())):  # which a catalogue has no name for
             self.events.warn(
                 f"a shared store holds no states: {counted(count, 'state checkpoint')} of prompts stay here, "
                 "and a question there computes them",
@@ -101,7 +109,7 @@ class _Push:
             self._check_signer(theirs, delete)
         listed = own_names(set(self.blobs.names())) if delete else set()
         known = theirs if self.key is None or self._has_signed(theirs) else None  # what others say is not signed
-        mine = values.survey(self.store, known, self.report.note_damage, sealed=self.key is not None)
+        mine = values.survey(self.store, known, self.report.note_damage, self.key is not None, self.part)
         if delete and not self._is_whole(mine):
             self.events.warn(
                 f"nothing of {self.blobs.url} was deleted: what is damaged or lost here may be whole there",
@@ -240,7 +248,7 @@ def join_chunks(mine: Chunk, theirs: Chunk) -> Chunk:
 # ---- dry runs ----
 
 
-class DryRunBlobs:
+class DryRunBlobs(PrivateBlobs):
     """A shared store that is only read; see Blobs. What a push writes is dropped, except the head and the catalogues,
     which decide on what follows."""
 
@@ -259,16 +267,3 @@ class DryRunBlobs:
     def compare_and_swap(self, name: str, before: bytes | None, after: bytes) -> bool:
         self._written[name] = after
         return True
-
-    def held(self) -> set[str]:
-        return set()
-
-    def hold(self, name: str) -> None: ...
-
-    def release(self, name: str) -> None: ...
-
-    def delete(self, names: Sequence[str]) -> None: ...
-
-    def flush(self) -> None: ...
-
-    def close(self) -> None: ...  # the caller opened the shared store

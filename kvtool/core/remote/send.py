@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -59,7 +58,7 @@ class Sender:
         gaps = self._gaps(mine, broken, thin)
         chunks = self._of_one_machine(mine.chunks, gaps, theirs)
         self._count(sum(len(chunk.levels) for chunk in chunks.values()) - len(gaps), moved=False)
-        return replace(mine, chunks=self._send_records(chunks, gaps) if gaps else chunks)
+        return replace(mine, chunks=self._send_records(mine.files, chunks, gaps) if gaps else chunks)
 
     def mend(self, digest: str, theirs: Catalogue) -> None:
         shelf = CatalogueCache(self.blobs.url)
@@ -116,9 +115,9 @@ class Sender:
                 gaps |= {(key, level) for level in surveyed.levels}
         return found
 
-    def _send_records(self, chunks: dict[str, Chunk], gaps: set[Member]) -> dict[str, Chunk]:
+    def _send_records(self, files: Mapping[str, File], chunks: dict[str, Chunk], gaps: set[Member]) -> dict[str, Chunk]:
         lost, places = set[Member](), dict[Member, Place | None]()
-        ordered = by_document(self.store, {key for key, _ in gaps})
+        ordered = by_document(self.store, files, {key for key, _ in gaps})
 
         def records_of(member: Member) -> list[bytes] | None:
             key, level = member
@@ -249,16 +248,16 @@ def _pack(members: Mapping[Member, list[bytes]]) -> Packed:
     return Packed(value, pack, places)
 
 
-def by_document(store: Store, chunks: Iterable[str]) -> list[str]:
+def by_document(store: Store, files: Container[str], chunks: Iterable[str]) -> list[str]:
+    """Return the chunks in the order of the documents of these files; those in none of them last."""
     order: dict[str, None] = {}
-    wanted = dict.fromkeys(chunks)
-    for source in store.sources():
-        if len(order) == len(wanted):  # of a change: the others are not read
+    wanted = dict.fromkeys(sorted(chunks))
+    entries = [entry for entry in store.files() if tables.name_key(entry.path).hex() in files]
+    for chunk_id in values.chunks_of(store, entries):
+        if chunk_id.hex() in wanted:
+            order[chunk_id.hex()] = None
+        if len(order) == len(wanted):  # of a change: the other documents are not read
             break
-        with suppress(DamagedError):  # reported elsewhere
-            document = store.document(source)
-            ids = (ref.chunk_id.hex() for ref in (document.chunks if document is not None else ()))
-            order |= {key: None for key in ids if key in wanted}
     return [*{**order, **wanted}]
 
 

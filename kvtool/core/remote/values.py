@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import re
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from kvtool.core.cache import tables
@@ -231,21 +232,56 @@ def holds_level(store: Store, chunk_id: bytes, chunk: Chunk, level: str) -> bool
         return False
 
 
-def survey(store: Store, known: Catalogue | None, damaged: Damaged, sealed: bool = False) -> Catalogue:
-    """Build the catalogue of a store. A level of the same size as in `known`, the shared store's, is not read and
-    counts as the same, unless another lossy one differs, or it is to be `sealed` for a signature and is not in `known`.
-    `damaged` is called with what cannot be sent."""
-    files = _survey_files(store, known.files if known is not None else {}, damaged)
-    chunks = _survey_chunks(store, known.chunks if known is not None else {}, damaged, sealed)
+def chunks_of(store: Store, entries: Iterable[FileEntry]) -> Iterator[bytes]:
+    """Yield the ids of the chunks of files, document by document, some more than once. Damaged documents have none."""
+    for source in (source for entry in entries for source in entry.documents):
+        with suppress(DamagedError):  # reported where it is read to be sent
+            document = store.document(source)
+            yield from (ref.chunk_id for ref in (document.chunks if document is not None else ()))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a store: these files and chunks, the KV at these levels with those that they refine (None: all); of the
+    beginning of the prompt, the chunk `prefix`, at all levels."""
+
+    files: Sequence[FileEntry]
+    chunks: Sequence[bytes]
+    prefix: bytes
+    levels: Sequence[str] | None
+
+
+def survey(
+    store: Store, known: Catalogue | None, damaged: Damaged, sealed: bool = False, part: Part | None = None
+) -> Catalogue:
+    """Build the catalogue of a store, or of a part of it. A level of the same size as in `known`, the shared store's,
+    is not read and counts as the same, unless another lossy one differs, or it is to be `sealed` for a signature and is
+    not in `known`. `damaged` is called with what cannot be sent."""
+    files = _survey_files(store, part, known.files if known is not None else {}, damaged)
+    chunks = _survey_chunks(store, part, known.chunks if known is not None else {}, damaged, sealed)
     meta = {name: digest_of(meta_value(store, name)) for name in META}
-    profiles = tuple(digest.hex() for digest in store.profile_digests())
-    return Catalogue(store.manifest().get("identity", {}), meta, profiles, files, chunks)
+    profiles = [digest.hex() for digest in store.profile_digests()]
+    if part is not None:
+        makers = {level.maker for chunk in chunks.values() for level in chunk.levels.values()}
+        makers.add(str(store.codec_state().get("profile", "")))
+        profiles = [digest for digest in profiles if digest in makers]
+    sound = tuple(digest for digest in profiles if _is_readable(store, digest, damaged))
+    return Catalogue(store.manifest().get("identity", {}), meta, sound, files, chunks)
 
 
-def _survey_files(store: Store, known: Mapping[str, File], damaged: Damaged) -> dict[str, File]:
+def _is_readable(store: Store, profile: str, damaged: Damaged) -> bool:
+    try:
+        return value_of(store, f"profile/{profile}") is not None
+    except DamagedError as error:
+        damaged(f"profile {profile}", error.message)
+        return False
+
+
+def _survey_files(store: Store, part: Part | None, known: Mapping[str, File], damaged: Damaged) -> dict[str, File]:
     files = dict[str, File]()
     # in the order of documents in the store
-    named = sorted((tables.name_key(entry.path), entry) for entry in store.files())
+    entries = store.files() if part is None else part.files
+    named = sorted((tables.name_key(entry.path), entry) for entry in entries)
     for name, entry in _in_views(store, named):
         try:
             file = File(digest_of(file_value(store, entry)), entry.mtime_ns, foreign=entry.origin.is_foreign)
@@ -255,14 +291,19 @@ def _survey_files(store: Store, known: Mapping[str, File], damaged: Damaged) -> 
     return files
 
 
-def _survey_chunks(store: Store, known: Mapping[str, Chunk], damaged: Damaged, sealed: bool) -> dict[str, Chunk]:
+def _survey_chunks(
+    store: Store, part: Part | None, known: Mapping[str, Chunk], damaged: Damaged, sealed: bool
+) -> dict[str, Chunk]:
     chunks, foreign = dict[str, Chunk](), store.foreign_chunks()
-    for chunk_id in _in_views(store, store.chunk_ids()):
+    for chunk_id in _in_views(store, store.chunk_ids() if part is None else part.chunks):
         key = chunk_id.hex()
+        levels = None if part is None or chunk_id == part.prefix else part.levels
         try:
-            chunk = survey_chunk(store, chunk_id, known.get(key), damaged, sealed, chunk_id in foreign)
+            chunk = survey_chunk(store, chunk_id, known.get(key), damaged, sealed, chunk_id in foreign, levels)
             if chunk is not None:
                 chunks[key] = chunk
+            elif part is not None and chunk_id != part.prefix:  # an empty one has no record
+                raise DamagedError("its description is lost")
         except DamagedError as error:
             damaged(f"chunk {key}", error.message)
     return chunks
@@ -284,12 +325,11 @@ def survey_chunk(
     sealed: bool,
     foreign: bool,
     asked: Sequence[str] | None = None,
-    read: Callable[[str, Sequence[bytes]], None] = lambda level, records: None,
 ) -> Chunk | None:
     """Describe one chunk; None if the store does not describe it. Raises DamagedError.
 
     `known_chunk`: its entry in the shared store's catalogue, see :func:`survey`. `asked`: only these levels, with those
-    that they refine; None: all. `read` is given the records of each level that was read.
+    that they refine; None: all.
     """
     data = store.sealed_info(chunk_id)
     if data is None:
@@ -317,7 +357,6 @@ def survey_chunk(
             if stored is None:
                 records = records_of(store, chunk_id, level, layers)
                 base = _checked_base(chunk_id, level, records, levels, before)
-                read(level, records)
                 seal = seal_of(records) if sealed else None
                 stored = Level(sizes[level], mark_of_records(records), base, seal=seal)
                 if level_of(level).nested:  # a newer kvtool's level may be between two of them

@@ -132,7 +132,7 @@ def pulled(tier: Path, to: Path) -> list[str]:
 
 
 def import_pack(pack: Path, to: Path, warned: list[str]) -> Store:
-    from kvtool.core.pack.import_ import take
+    from kvtool.core.remote.import_ import take
     from kvtool.core.remote.signing import Trust
 
     shutil.rmtree(to, ignore_errors=True)
