@@ -20,7 +20,7 @@ from kvtool.core.remote import object_store, values
 from kvtool.core.remote.archive import opened_archive
 from kvtool.core.remote.blobs import open_blobs
 from kvtool.core.remote.catalogue import HEAD, Head, digest_of, seal_head, unseal_head
-from kvtool.core.remote.catalogue_io import catalogue_in, open_shard
+from kvtool.core.remote.catalogue_io import open_root, open_shard
 from kvtool.core.remote.export import export
 from kvtool.core.remote.import_ import take
 from kvtool.core.remote.pull import pull
@@ -69,7 +69,7 @@ def catalogue(data: bytes) -> None:
     packed = _ZSTD.compress(data)
     for value in (data, packed):
         with refused():
-            found = catalogue_in(value)
+            found = open_root(value)
             found.blobs()
             found.packs()
         with refused():

@@ -23,9 +23,10 @@ from kvtool.core.query.reply import Request
 from kvtool.core.remote import pull
 from kvtool.core.remote.archive import ArchiveBlobs
 from kvtool.core.remote.catalogue import Catalogue
-from kvtool.core.remote.catalogue_io import catalogue_in, pack_root
+from kvtool.core.remote.catalogue_io import open_root, pack_root
 from kvtool.core.remote.export import export
 from kvtool.core.remote.import_ import take
+from kvtool.core.remote.options import ExportOptions, ImportOptions
 from kvtool.core.remote.signing import SigningKey, Trust, public_keys, seal_of, signing_key
 from kvtool.core.remote.values import records_of
 from kvtool.core.session.session import Session
@@ -400,7 +401,7 @@ def test_a_passage_that_no_model_can_hold_is_left_out(scene: Scene) -> None:
 
 
 def test_many_that_unpack_to_much_count_together(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held = calls_of(monkeypatch, pull._Pull, "_commit", lambda job, files: len(files))
+    held = calls_of(monkeypatch, pull.PullJob, "_commit", lambda job, files: len(files))
     for name, value in (("_UNPACKED_AT_ONCE", 2**12), ("_MOST_UNPACKED", 2**14), ("_MOST_RATIO", 0)):
         monkeypatch.setattr(pull, name, value)
     for number in range(12):
@@ -522,12 +523,10 @@ def test_records_that_the_signature_does_not_cover_are_left_out(scene: Scene, tm
     """Their own digests fit, and the catalogue's mark is made of those: neither is what nobody can forge."""
     key, pack = make_key(tmp_path, "ada"), tmp_path / "signed.kvpack"
     (chunk,) = ids_of(scene.theirs, scene.own)
-    signed = signing_key(key)
     with pytest.MonkeyPatch.context() as patch:  # as if other records had the digests of those that were signed
         patch.setattr("kvtool.core.remote.values.seal_of", lambda records: seal_of([*records, b"others"]))
-        export(scene.theirs, pack, key=signed)
-    trust = Trust.of([f"{key}.pub"])
-    report = take(tmp_path / "new", pack, trust=trust)
+        export(scene.theirs, pack, ExportOptions(sign=key))
+    report = take(tmp_path / "new", pack, ImportOptions(trust=(f"{key}.pub",)))
     assert {row["reason"] for row in report.damaged} == {"the signature does not cover these records"}
     assert levels_of(tmp_path / "new", chunk) == []
 
@@ -545,7 +544,7 @@ def test_foreign_description_stays_untrusted(scene: Scene, tmp_path: Path, monke
         return b"" if wanted.name.startswith(f"chunk/{chunk.hex()}") else read(blobs, wanted)
 
     monkeypatch.setattr(ArchiveBlobs, "_read", damaged)
-    report = take(new, pack, trust=Trust.of([f"{key}.pub"]))
+    report = take(new, pack, ImportOptions(trust=(f"{key}.pub",)))
     assert "its description did not come" in {row["reason"] for row in report.damaged}
     with Store.open(new) as store:
         assert store.origin(chunk).is_foreign
@@ -556,14 +555,14 @@ def test_a_changed_catalogue_does_not_fit_its_signature(scene: Scene, tmp_path: 
     key, pack = make_key(tmp_path, "ada"), tmp_path / "signed.kvpack"
 
     def stale(catalogue: Catalogue, key: SigningKey) -> bytes:
-        before = catalogue_in(pack_root(catalogue, key))
+        before = open_root(pack_root(catalogue, key))
         return pack_root(replace(catalogue, profiles=("0" * 32,), proof=before.proof))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvtool.core.remote.push.pack_root", stale)
-        export(scene.theirs, pack, key=signing_key(key))
+        export(scene.theirs, pack, ExportOptions(sign=key))
     with pytest.raises(DamagedError, match="does not fit"):
-        take(tmp_path / "new", pack, trust=Trust.of([f"{key}.pub"]))
+        take(tmp_path / "new", pack, ImportOptions(trust=(f"{key}.pub",)))
     assert not (tmp_path / "new").exists()
 
 

@@ -25,11 +25,9 @@ from kvtool.core.errors import DamagedError, NoSpaceError, StoreNotFoundError, U
 from kvtool.core.remote import archive, catalogue
 from kvtool.core.remote.export import export
 from kvtool.core.remote.import_ import take
-from kvtool.core.remote.signing import Trust
+from kvtool.core.remote.options import ImportOptions
 from tests.cli.working import chunks_of, damages, kvtool, listing, prefix_chunk
 from tests.compress.making import flip, levels_in, losses_of, make_fitted, make_plain, replace_record, rows
-
-MINE = Trust(mine=True)
 
 
 @pytest.fixture(scope="module")
@@ -191,14 +189,14 @@ def test_a_pack_that_is_cut_off(cut: float, pack: Path, tmp_path: Path) -> None:
 
 def test_every_flipped_bit_is_found(packed: Path, tmp_path: Path) -> None:
     data, pack = packed.read_bytes(), tmp_path / "x.kvpack"
-    take(tmp_path / "whole", packed, trust=MINE)
+    take(tmp_path / "whole", packed, ImportOptions(mine=True))
     whole = contents(tmp_path / "whole")
     for number in range(12):
         at = (len(data) - 1) * number // 11
         pack.write_bytes(data[:at] + bytes([data[at] ^ 16]) + data[at + 1 :])
         new = tmp_path / f"new{number}"
         try:
-            report = take(new, pack, trust=MINE)
+            report = take(new, pack, ImportOptions(mine=True))
         except DamagedError:
             assert not new.exists()
             continue

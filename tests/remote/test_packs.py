@@ -15,6 +15,7 @@ from kvtool.core.remote import send, values
 from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.catalogue import Catalogue, records_wanted
 from kvtool.core.remote.catalogue_io import read_catalogue
+from kvtool.core.remote.options import PushOptions
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from tests.cache.making import LAYERS, add_file, check_file, id_of, put, records_of
@@ -84,7 +85,7 @@ def test_what_is_left_of_a_pack_is_packed_anew(store: Store, blobs: Blobs, tmp_p
     for number in range(6):
         add(store, "f9", f"version {number}")
         forget(store)
-        push(store, blobs, delete=number == 0, yes=True)
+        push(store, blobs, PushOptions(delete=number == 0, yes=True))
     assert is_whole(blobs)
     assert [name for name in first if name in packs_in(blobs)] == [
         name for name in first if "lossless" in levels_of(blobs, name)

@@ -149,10 +149,8 @@ class Cache(Held):
         from kvtool.core.remote.export import export
 
         wanted = self._wanted(ExportOptions, options)
-        levels, told = wanted.levels or None, self._events(events)
         with self._beside() as folder:
-            only, force = wanted.only, wanted.force
-            return export(folder, Path(pack), only=only, levels=levels, force=force, key=wanted.key, events=told)
+            return export(folder, Path(pack), wanted, self._events(events))
 
     @alone(ImportOptions)
     def take(self, pack: str | Path, *, events: Events | None = None, **options: Any) -> TransferReport:
@@ -160,9 +158,8 @@ class Cache(Held):
         from kvtool.core.remote.import_ import take
 
         wanted = self._wanted(ImportOptions, options)
-        told, trust, wait = self._events(events), wanted.trusted(), wanted.lock_wait
         with self._beside() as folder:
-            return take(folder, Path(pack), trust=trust, lock_wait=wait, max_size=wanted.max_size, events=told)
+            return take(folder, Path(pack), wanted, events=self._events(events))
 
     @alone(ForgetOptions)
     def rm(self, *targets: str | Path, **options: Any) -> Removal:

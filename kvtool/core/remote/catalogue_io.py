@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from math import log2
@@ -53,23 +53,9 @@ _TRIES = 8  # pushes that come in between reading the head and the catalogue
 _AT_ONCE = 256  # shards that are asked for together
 
 
-def read_head(blobs: Blobs) -> tuple[bytes | None, Catalogue | None]:
-    """Read the head and the whole catalogue of a shared store; (None, None) if nothing was ever pushed. Raises
-    RemoteError, DamagedError, StoreFormatError."""
-    try:
-        return _of_head(blobs, in_force)
-    except StoreNotFoundError:
-        return None, None
-
-
-def read_root(blobs: Blobs) -> tuple[str, Catalogue]:
-    """Read the digest and the root of the catalogue in force. Raises StoreNotFoundError if nothing was ever pushed, and
-    as :func:`read_head`."""
-    head, root = _of_head(blobs, root_of)
-    return unseal_head(head).catalogue, root
-
-
-def _of_head(blobs: Blobs, read: Callable[[Blobs, str], Catalogue]) -> tuple[bytes, Catalogue]:
+def read_head(blobs: Blobs, whole: bool = True) -> tuple[bytes, Catalogue]:
+    """Read the head and the catalogue in force, or its root alone. Raises StoreNotFoundError if nothing was ever
+    pushed, RemoteError, DamagedError, StoreFormatError."""
     (head,) = blobs.get([HEAD])
     for _ in range(_TRIES):
         if head is None:
@@ -77,7 +63,12 @@ def _of_head(blobs: Blobs, read: Callable[[Blobs, str], Catalogue]) -> tuple[byt
                 f"there is no store at {blobs.url}", f"make one with `kvtool store push {blobs.url}`"
             )
         try:
-            return head, read(blobs, unseal_head(head).catalogue)
+            digest = unseal_head(head).catalogue
+            catalogue = root_of(blobs, digest)
+            if whole:
+                catalogue = with_shards(blobs, catalogue, range(len(catalogue.shards)))
+                keep_copies(blobs, digest, catalogue)
+            return head, catalogue
         except DamagedError:
             before, (head,) = head, blobs.get([HEAD])
             if head == before:
@@ -85,21 +76,14 @@ def _of_head(blobs: Blobs, read: Callable[[Blobs, str], Catalogue]) -> tuple[byt
     raise DamagedError(f"the head of {blobs.url} changes all the time", "try again when no push runs")
 
 
-def in_force(blobs: Blobs, digest: str) -> Catalogue:
-    root = root_of(blobs, digest)
-    whole = with_shards(blobs, root, range(len(root.shards)))
-    keep_copies(blobs, digest, root)
-    return whole
+def read_catalogue(blobs: Blobs) -> Catalogue:
+    return read_head(blobs)[1]
 
 
 def root_of(blobs: Blobs, digest: str) -> Catalogue:
     """Read the root of the catalogue of a digest. Raises DamagedError, StoreFormatError."""
     ((_, packed),) = _values(blobs, [(0, digest, catalogue_name(digest))])
-    return catalogue_in(packed)
-
-
-def catalogue_in(packed: bytes) -> Catalogue:
-    return open_root(catalogue_json(packed))
+    return open_root(packed)
 
 
 def with_shards(blobs: Blobs, root: Catalogue, numbers: Iterable[int]) -> Catalogue:
@@ -124,11 +108,6 @@ def _values(blobs: Blobs, wanted: list[tuple[int, str, str]]) -> Iterator[tuple[
 
 def keep_copies(blobs: Blobs, digest: str, root: Catalogue) -> None:
     CatalogueCache(blobs.url).keep({digest, *(shard.digest for shard in root.shards if shard is not None)})
-
-
-def read_catalogue(blobs: Blobs) -> Catalogue:
-    """Read the whole catalogue. Raises StoreNotFoundError if nothing was pushed, and as :func:`read_head`."""
-    return _of_head(blobs, in_force)[1]
 
 
 def check_same_identity(mine: dict[str, object], other: dict[str, object], url: str) -> None:
@@ -195,7 +174,9 @@ def pack_root(catalogue: Catalogue, key: SigningKey | None = None) -> bytes:
     return packed(canonical({"format": FORMAT, **catalogue.facts(), "shards": catalogue.shards}, catalogue.proof, key))
 
 
-def open_root(value: dict[str, Any]) -> Catalogue:
+def open_root(data: bytes) -> Catalogue:
+    """Inverse of :func:`pack_root`; checks every part. Raises DamagedError, StoreFormatError."""
+    value = catalogue_json(data)
     try:
         shards = tuple(map(_shard_row, validation.list_of(value["shards"])))
         if len(shards).bit_count() != 1 or len(shards) > 1 << _MOST_BITS:

@@ -14,9 +14,9 @@ from kvtool.core.cache.stretches import part_name
 from kvtool.core.common.types import Events
 from kvtool.core.errors import DamagedError, StoreNotFoundError, UsageError
 from kvtool.core.remote.archive import ArchiveBlobs, written_archive
+from kvtool.core.remote.options import ExportOptions, PushOptions
 from kvtool.core.remote.push import push
 from kvtool.core.remote.report import TransferReport
-from kvtool.core.remote.signing import SigningKey
 from kvtool.core.remote.values import Part, chunks_of
 from kvtool.core.session.identity import StoreIdentity
 from kvtool.core.upkeep.selectors import named_documents
@@ -43,18 +43,13 @@ class ExportReport:
 def export(
     path: Path,
     pack: Path,
-    *,
-    only: Sequence[str] = (),
-    levels: Sequence[str] | None = None,
-    force: bool = False,
-    key: SigningKey | None = None,
+    options: ExportOptions = ExportOptions(),  # noqa: B008
     events: Events | None = None,
 ) -> ExportReport:
-    """Write a store, or a part of it, into one file.
+    """Write a store, or a part of it, into one file. A file with several documents is taken whole. A signature covers
+    all but states of answered prompts.
 
-    `only`: documents (see `core/upkeep/selectors`); a file with several is taken whole; empty: all. `levels`: of the
-    KV, with those that they refine; None: all. `key` signs the catalogue, and with it all but states of answered
-    prompts. Raises UsageError: a word of `only` means nothing, or the file is there already or is in the store.
+    Raises UsageError: a word of `only` means nothing, or the file is there already or is in the store.
     """
     started = time.perf_counter()
     with Store.open(path) as store, store.view():
@@ -63,11 +58,11 @@ def export(
             raise StoreNotFoundError(f"the store at {path} is empty", "run `kvtool ingest PATH` first")
         if pack.resolve().is_relative_to(path.resolve()):  # `force` would replace the store's own files
             raise UsageError(f"{pack} is inside the store's own folder", "name a file outside of it")
-        files = _files(store, only)
+        files = _files(store, options.only)
         chunks = dict.fromkeys([identity.prefix_id, *chunks_of(store, files)])
-        with written_archive(pack, force) as blobs:
-            part = Part(files, [*chunks], identity.prefix_id, levels)
-            sent = push(store, blobs, key=key, events=events, part=part)
+        with written_archive(pack, options.force) as blobs:
+            part = Part(files, [*chunks], identity.prefix_id, options.levels or None)
+            sent = push(store, blobs, PushOptions(sign=options.sign), events=events, part=part)
             checkpoints = _put_checkpoints(store, blobs, {*chunks}, sent)
     lost = {row["subject"] for row in sent.damaged}
     documents = sum(len(entry.documents) for entry in files if entry.path not in lost)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from kvtool.core.cache import tables
 from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.cache.identity import HERE, ID_BYTES
+from kvtool.core.cache.options import StoreOptions
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.stretches import Place, StretchInfo, named_part, opened_info, opened_part, part_name
 from kvtool.core.cache.writer import Writer
@@ -23,56 +24,63 @@ from kvtool.core.remote.archive import ArchiveBlobs, opened_archive
 from kvtool.core.remote.blobs import SequentialReader
 from kvtool.core.remote.catalogue import Catalogue
 from kvtool.core.remote.catalogue_io import read_catalogue
-from kvtool.core.remote.pull import adopt
+from kvtool.core.remote.options import ImportOptions
+from kvtool.core.remote.pull import PullJob
 from kvtool.core.remote.report import TransferReport
-from kvtool.core.remote.signing import Proof, Trust
+from kvtool.core.remote.selection import Origins
+from kvtool.core.remote.signing import Proof
 
 _SOURCES = "name folders of stores, or .kvpack files"
 _SECONDS = 600.0  # for a value to come off the disk
 _STRETCH = re.compile(rf"stretch/([0-9a-f]{{{2 * ID_BYTES}}})")
 
 
-def import_sources(path: Path, sources: Sequence[Path], **options: Any) -> list[TransferReport]:
+def import_sources(
+    path: Path,
+    sources: Sequence[Path],
+    options: ImportOptions = ImportOptions(),  # noqa: B008
+    store: StoreOptions | None = None,
+    events: Events | None = None,
+) -> list[TransferReport]:
     """Import packs and other stores, as :func:`take` does; nothing is imported if one of them cannot be a source."""
     for source in sources:
         _check(path, source)
-    return [take(path, source, **options) for source in sources]
+    return [take(path, source, options, store, events) for source in sources]
 
 
 def take(
     path: Path,
     place: Path,
-    *,
-    trust: Trust | None = None,
-    lock_wait: float = 0.0,
-    max_size: int | None = None,
+    options: ImportOptions = ImportOptions(),  # noqa: B008
+    store: StoreOptions | None = None,
     events: Events | None = None,
 ) -> TransferReport:
     """Import a pack or another store into a store, which is created if it is missing. Run again to resume.
 
     KV becomes durable in batches, then every document in a transaction of its own. Of a file in two versions the one
     changed last stays, unless the store has it of another origin. Damaged parts are left out, and named in the report.
-    `trust` None: nobody, so that the store's own documents and their KV stay as they are; stores are never signed.
+    Where nobody is trusted, the store's own documents and their KV stay as they are; stores are never signed.
 
     Raises UsageError or StoreNotFoundError (no source: empty, or inside or around the store), UntrustedError,
     DamagedError, StoreFormatError, NoSpaceError, StoreLockedError. What came stays.
     """
     _check(path, place)
-    trust = trust or Trust()
+    started = time.perf_counter()
     with _opened(place) as (source, proof, catalogue):
-        origin = trust.origin(proof, place.name if place.is_file() else os.path.realpath(place))
-        with Store.create_or_open(path) as store, store.writer(lock_wait, max_size) as writer:
+        report = TransferReport("import", source.url)
+        name = place.name if place.is_file() else os.path.realpath(place)
+        origin = report.judge(options.trusted(store), proof, name)
+        with Store.create_or_open(path) as local, local.writer(options.lock_wait, options.max_size) as writer:
             try:
-                report = adopt(
-                    store, writer, source, catalogue(), origin, None, newer=True, timeout=_SECONDS, events=events
-                )
+                origins = Origins(origin, source.url)
+                PullJob(local, writer, source, origins, report, _SECONDS, events).run(catalogue(), None, newer=True)
             except StoreFormatError as error:  # made with another model or other settings
                 hint = f"import {place.name} into a store of its own: --store FOLDER"
                 raise StoreFormatError(f"{error.message} than {place}", hint) from error
-            report.direction, report.signer = "import", trust.signer(proof)
             if origin == HERE:  # no signature covers them, and they are parts of own documents' prompts, too
-                _take_checkpoints(store, writer, source, report)
-            return report
+                _take_checkpoints(local, writer, source, report)
+    report.seconds = time.perf_counter() - started
+    return report
 
 
 def _check(path: Path, source: Path) -> None:

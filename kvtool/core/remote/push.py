@@ -31,7 +31,6 @@ from kvtool.core.remote.gc import GarbageCollector, Lease, check_ours, check_sha
 from kvtool.core.remote.options import PushOptions
 from kvtool.core.remote.report import TransferReport
 from kvtool.core.remote.send import Sender
-from kvtool.core.remote.signing import SigningKey
 from kvtool.core.remote.values import Part, join_codec
 
 _TRIES = 8  # pushes of others that come in between
@@ -40,43 +39,29 @@ _TRIES = 8  # pushes of others that come in between
 def push(
     store: Store,
     blobs: Blobs,
+    options: PushOptions = PushOptions(),  # noqa: B008
     *,
-    delete: bool = False,
-    verify: bool = False,
-    dry_run: bool = False,
-    yes: bool = False,
-    key: SigningKey | None = None,
     events: Events | None = None,
     part: Part | None = None,
 ) -> TransferReport:
     """Bring a shared store up to date with a store. Run again to resume; what is there already is not sent again.
 
-    `delete`: forget what the store does not have, if nothing of it is damaged, more than half only with `yes`.
-    `verify`: read back what is there, and send again what is damaged. `key`: signs the catalogue; the shared store then
-    holds nothing that this key has not signed. `part`: push only that, into an empty pack.
+    If something of the store is damaged, nothing is deleted. A signed shared store holds nothing that its key has not
+    signed. `part`: push only that, into an empty pack.
 
     Raises RemoteError or NoSpaceError (what was sent stays), StoreFormatError (another model, or no store), UsageError.
     """
     started = time.perf_counter()
-    report = TransferReport("push", blobs.url, dry_run=dry_run)
-    job = _Push(store, DryRunBlobs(blobs) if dry_run else blobs, report, events or Events(), verify, key, part)
-    job.run(delete, yes or dry_run)
+    report = TransferReport("push", blobs.url, dry_run=options.dry_run)
+    job = _Push(store, DryRunBlobs(blobs) if options.dry_run else blobs, options, report, events or Events(), part)
+    job.run(options.delete)
     report.seconds = time.perf_counter() - started
     return report
 
 
 def push_to(url: str, folder: Path, options: PushOptions, events: Events) -> TransferReport:
     with closing(open_blobs(url, options.remote_timeout)) as blobs, Store.open(folder) as store:
-        return push(
-            store,
-            blobs,
-            delete=options.delete,
-            verify=options.verify,
-            dry_run=options.dry_run,
-            yes=options.yes,
-            key=options.key,
-            events=events,
-        )
+        return push(store, blobs, options, events=events)
 
 
 class _Push:
@@ -84,18 +69,17 @@ class _Push:
         self,
         store: Store,
         blobs: Blobs,
+        options: PushOptions,
         report: TransferReport,
         events: Events,
-        verify: bool,
-        key: SigningKey | None,
         part: Part | None,
     ) -> None:
         self.store, self.blobs, self.report, self.events = store, blobs, report, events
-        self.verify, self.key, self.part, self.lease = verify, key, part, Lease(blobs)
-        self.sender = Sender(store, blobs, self.lease, report, events, verify)
+        self.options, self.key, self.part, self.lease = options, options.key, part, Lease(blobs)
+        self.sender = Sender(store, blobs, self.lease, report, events, options.verify)
         self.garbage = GarbageCollector(blobs, self.lease, report, events)
 
-    def run(self, delete: bool, yes: bool) -> None:
+    def run(self, delete: bool) -> None:
         if not self.store.manifest():
             raise StoreNotFoundError(f"the store at {self.store.path} is empty", "run `kvtool ingest PATH` first")
         if self.part is None and (count := len(self.store.stretches())):  # which a catalogue has no name for
@@ -116,7 +100,7 @@ class _Push:
                 "run `kvtool store verify --repair` and pull, then push again",
             )
             delete = False
-        if delete and not yes:
+        if delete and not (self.options.yes or self.options.dry_run):
             check_share(listed, mine, theirs, self.blobs.url)
         with self.lease.running():
             if head is not None and theirs is not None:
@@ -141,9 +125,9 @@ class _Push:
 
     def _there(self) -> tuple[bytes | None, Catalogue | None]:
         try:
-            head, theirs = read_head(self.blobs)
+            head, theirs = self._read()
         except DamagedError:
-            if not self.verify:
+            if not self.options.verify:
                 raise
             head, theirs = self.blobs.get([HEAD])[0], None
         if theirs is None:
@@ -151,6 +135,12 @@ class _Push:
         else:
             check_same_identity(self.store.manifest().get("identity", {}), theirs.identity, self.blobs.url)
         return head, theirs
+
+    def _read(self) -> tuple[bytes | None, Catalogue | None]:
+        try:
+            return read_head(self.blobs)
+        except StoreNotFoundError:
+            return None, None
 
     def _publish(self, head: bytes | None, theirs: Catalogue | None, mine: Catalogue, delete: bool) -> None:
         for _ in range(_TRIES):
@@ -165,7 +155,7 @@ class _Push:
                 if delete and theirs is not None:
                     self.report.documents_removed = len(theirs.files.keys() - mine.files.keys())
                 return
-            head, theirs = read_head(self.blobs)
+            head, theirs = self._read()
         raise RemoteError(f"{self.blobs.url} changes all the time", "try again when no other push runs")
 
     def _joined(self, mine: Catalogue, theirs: Catalogue) -> Catalogue:
