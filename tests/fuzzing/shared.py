@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-import zipfile
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -19,7 +18,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.remote import object_store, values
 from kvtool.core.remote.archive import opened_archive
 from kvtool.core.remote.blobs import open_blobs
-from kvtool.core.remote.catalogue import HEAD, Head, digest_of, seal_head, unseal_head
+from kvtool.core.remote.catalogue import Head, digest_of, seal_head, unseal_head
 from kvtool.core.remote.catalogue_io import open_root, open_shard
 from kvtool.core.remote.export import export
 from kvtool.core.remote.import_ import take
@@ -122,20 +121,6 @@ def pack_file(data: bytes) -> None:
     shutil.rmtree(scratch("shared") / "taken", ignore_errors=True)
 
 
-def pack_catalogue(data: bytes) -> None:
-    """A sound archive whose catalogue is somebody's."""
-    path, packed = scratch("shared") / "repacked.kvpack", _ZSTD.compress(data)
-    with zipfile.ZipFile(_pack()) as sound, zipfile.ZipFile(path, "w") as made:
-        for member in sound.infolist():
-            if member.filename != HEAD:
-                made.writestr(member, sound.read(member))
-        made.writestr(f"catalogue/{digest_of(packed)}", packed)
-        made.writestr(HEAD, seal_head(Head(digest_of(packed))))
-    with refused():
-        take(scratch("shared") / "taken", path)
-    shutil.rmtree(scratch("shared") / "taken", ignore_errors=True)
-
-
 def leases(data: bytes) -> None:
     object_store._leases(data, 1.0)
 
@@ -174,6 +159,5 @@ TARGETS: dict[str, tuple[Callable[[bytes], None], Callable[[], list[bytes]]]] = 
     "described": (described, _descriptions),
     "tier": (tier, lambda: _catalogues()[-1:]),
     "pack_file": (pack_file, lambda: [_pack().read_bytes()]),
-    "pack_catalogue": (pack_catalogue, lambda: _catalogues()[-1:]),
     "leases": (leases, lambda: [_json({"push-0123456789abcdef": None, "sweep-x": 1700000000.0}), b"{}"]),
 }

@@ -13,11 +13,10 @@ from kvtool.core.compress.job import compress
 from kvtool.core.compress.options import CompressOptions
 from kvtool.core.corpus.options import Shard, shard_error
 from kvtool.core.errors import StoreFormatError, StoreNotFoundError, UsageError
-from kvtool.core.remote import import_ as merging
 from kvtool.core.remote.export import export
 from kvtool.core.remote.import_ import import_sources
 from kvtool.core.remote.options import ImportOptions
-from kvtool.core.remote.values import survey
+from kvtool.core.remote.values import Survey
 from tests.cli.working import CHUNKS, PREFIX, break_record, chunks_of, damages, kvtool, state, write_corpus
 from tests.compress.making import check_sound
 
@@ -132,12 +131,14 @@ def test_damage_stays_behind_and_is_named(parts: Path, tmp_path: Path) -> None:
 def test_import_sees_a_snapshot_of_its_source(parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Path(shutil.copytree(parts / "whole", tmp_path / "source"))
 
-    def surveyed(store: Store, *more: Any) -> Any:
-        found = survey(store, *more)
+    made = Survey.catalogue
+
+    def surveyed(survey: Survey) -> Any:
+        found = made(survey)
         kvtool("store", "rm", "*", "--yes", "--store", source).fine()
         return found
 
-    monkeypatch.setattr(merging.values, "survey", surveyed)
+    monkeypatch.setattr(Survey, "catalogue", surveyed)
     (report,) = import_sources(tmp_path / "all", [source], ImportOptions(mine=True))
     assert report.damaged == []
     assert state(tmp_path / "all") == state(parts / "whole")

@@ -125,7 +125,7 @@ def test_a_lost_pack_of_two_stores_is_brought_back_by_both(store: Store, blobs: 
 def test_file_forgotten_in_a_push(store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add(store, "f3", "f0.0", "f0.1")
 
-    survey = values.survey
+    survey = values.Survey.catalogue
 
     def surveyed(*given: Any, **more: Any) -> Catalogue:
         found = survey(*given, **more)
@@ -133,7 +133,7 @@ def test_file_forgotten_in_a_push(store: Store, blobs: Blobs, tmp_path: Path, mo
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(values, "survey", surveyed)
+        patch.setattr(values.Survey, "catalogue", surveyed)
         with pytest.raises(KvtoolError, match="changed meanwhile"):
             push(store, blobs)
     push(store, blobs)

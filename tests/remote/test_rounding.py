@@ -137,7 +137,7 @@ def test_an_unknown_level_between_two_that_belong_together(tmp_path: Path) -> No
         writer.put_chunk(CHUNK, info_of("f0.0"), "1bit", [encode_record(CHUNK, one, [b"theirs"]) for one in headers])
         writer.flush()
         damaged: list[str] = []
-        surveyed = values.survey(store, None, lambda what, why: damaged.append(f"{what}: {why}"))
+        surveyed = values.Survey(store, lambda what, why: damaged.append(f"{what}: {why}")).catalogue()
         assert damaged == []
         assert sorted(surveyed.chunks[CHUNK.hex()].levels) == ["1", "1bit", "2", "raw"]
 

@@ -329,7 +329,7 @@ def test_damage_here_deletes_nothing_there(table: bytes, harm: str, store: Store
 
 def test_chunk_dropped_in_a_push(store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drop it as a prune does: else every pull would miss it, and the next pushes would take it for there."""
-    surveyed = values.survey
+    surveyed = values.Survey.catalogue
 
     def then_pruned(*given: Any, **more: Any) -> Any:
         found = surveyed(*given, **more)
@@ -338,7 +338,7 @@ def test_chunk_dropped_in_a_push(store: Store, blobs: Blobs, tmp_path: Path, mon
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(values, "survey", then_pruned)
+        patch.setattr(values.Survey, "catalogue", then_pruned)
         assert [row["reason"] for row in push(store, blobs).damaged] == ["layer 0 is not stored"]
     assert pull(tmp_path / "pulled", blobs).damaged == []
 

@@ -156,7 +156,7 @@ def test_an_import_keeps_both_and_the_newer_of_two(store: Store, blobs: Blobs, t
 
 
 def test_import_reads_no_kv_before_its_lock(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(values, "survey", lambda *given: pytest.fail("the source was read"))
+    monkeypatch.setattr(values.Survey, "catalogue", lambda *given: pytest.fail("the source was read"))
     path = make_store(tmp_path / "other")
     with Store.open(path) as busy, busy.writer(), pytest.raises(StoreLockedError):
         import_sources(path, [store.path], ImportOptions(mine=True))

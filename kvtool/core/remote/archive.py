@@ -20,6 +20,7 @@ from kvtool.core.remote.folder import FULL, read_at
 from kvtool.core.remote.validation import most_bytes
 
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # of every member: the same content is the same file
+_MOST_OFFSET = 2**62
 _BROKEN = (zipfile.BadZipFile, struct.error, NotImplementedError, RuntimeError, ValueError, LookupError, EOFError)
 
 
@@ -65,17 +66,20 @@ class ArchiveBlobs(PrivateBlobs):
         member = self._member(wanted.pack or wanted.name)
         if member is None:
             return None
-        size, header = member.file_size, member.FileHeader()
-        most = size - wanted.start if wanted.pack else min(wanted.most, most_bytes(wanted.name))
-        is_stored = member.compress_type == zipfile.ZIP_STORED and size == member.compress_size
-        if not is_stored or member.header_offset < 0 or (size > most and not wanted.pack):
+        start, size = (wanted.start, wanted.most) if wanted.pack else (0, member.file_size)
+        is_stored = member.compress_type == zipfile.ZIP_STORED and member.file_size == member.compress_size
+        if not is_stored or not 0 <= member.header_offset <= _MOST_OFFSET:
+            return b""
+        if not wanted.pack and size > min(wanted.most, most_bytes(wanted.name)):
             return b""
         try:
-            handle = self._file.fileno()
-            if read_at(handle, member.header_offset, len(header)) != header:
+            header = member.FileHeader()
+            if read_at(self._file.fileno(), member.header_offset, len(header)) != header:
                 return b""
-            start = member.header_offset + len(header) + wanted.start
-            return read_at(handle, start, min(wanted.most, most) if wanted.pack else size)
+            at = member.header_offset + len(header) + start
+            return read_at(self._file.fileno(), at, min(size, member.file_size - start))
+        except struct.error:  # of a header that cannot be
+            return b""
         except OSError as error:
             raise KvtoolError(f"{self.url} cannot be read: {error.strerror or error}", "check the disk") from error
 

@@ -345,7 +345,7 @@ def entries_of(value: dict[str, Any], left_out: list[tuple[str, str]]) -> Entrie
 def _file(value: Any, packs: list[Pack]) -> File:
     mark, mtime_ns, foreign = validation.list_of(validation.list_of(value)[:3], 3)
     mtime_ns = validation.count_of(mtime_ns, -validation.INT64, validation.INT64)
-    place = _description(value[3:], packs)
+    place = _place(value[3:], packs)
     return File(validation.hex_of(mark, MARK_BYTES), mtime_ns, place, validation.flag_of(foreign))
 
 
@@ -358,7 +358,7 @@ def _chunk(key: str, value: Any, packs: list[Pack], left_out: list[tuple[str, st
         if base is not None and base not in by_name:
             del by_name[name]
             left_out.append((f"chunk {key} at level {name}", f"level {base}, which it refines, is not there"))
-    place = _description(value[4:], packs)
+    place = _place(value[4:], packs)
     return Chunk(validation.hex_of(mark, MARK_BYTES), layers, by_name, place, validation.flag_of(foreign))
 
 
@@ -374,7 +374,7 @@ def _level(name: str, value: Any, layers: int, packs: list[Pack]) -> Level:
         validation.hex_of(mark, MARK_BYTES),
         base,
         None if maker is None else validation.hex_of(maker, MARK_BYTES),
-        _place(placed, size, layers, packs) if placed else None,
+        _place(placed, packs, layers, size),
         None if seal is None else validation.hex_of(seal, SEAL_BYTES),
     )
 
@@ -384,23 +384,19 @@ def _pack(value: Any) -> Pack:
     return Pack(validation.hex_of(digest, MARK_BYTES), validation.count_of(size, 1, MOST_BYTES))
 
 
-def _place(value: list[Any], size: int, layers: int, packs: list[Pack]) -> Place:
+def _place(value: list[Any], packs: list[Pack], layers: int = 1, size: int | None = None) -> Place | None:
+    """Read the place of a description, or of the records of all layers, of so many bytes together."""
+    if not value:
+        return None
     number, start, lengths = validation.list_of(value, 3)
     pack = packs[validation.count_of(number, 0, len(packs) - 1)]
-    validation.count_of(start, 0, pack.size - size)
-    if layers and not validation.list_of(lengths):
+    if size is None:
+        size, lengths = validation.count_of(lengths, OVERHEAD_BYTES, pack.size), [lengths]
+    elif layers and not validation.list_of(lengths):
         lengths = [size // layers] * layers
+    validation.count_of(start, 0, pack.size - size)
     for length in validation.list_of(lengths, layers):
         validation.count_of(length, OVERHEAD_BYTES, size)
     if sum(lengths) != size:
         raise ValueError("records of another size than their level")
     return Place(pack, start, tuple(lengths))
-
-
-def _description(value: list[Any], packs: list[Pack]) -> Place | None:
-    if not value:
-        return None
-    number, start, length = validation.list_of(value, 3)
-    pack = packs[validation.count_of(number, 0, len(packs) - 1)]
-    length = validation.count_of(length, 1, pack.size)
-    return Place(pack, validation.count_of(start, 0, pack.size - length), (length,))

@@ -16,7 +16,7 @@ from typing import Any
 
 import zstandard
 
-from kvtool.core.cache.layout import TEMPORARY, make_folder
+from kvtool.core.cache.layout import make_folder
 from kvtool.core.common.collecting import paused_collection
 from kvtool.core.common.files import cache_dir
 from kvtool.core.common.urls import is_url, place_of
@@ -45,7 +45,6 @@ from kvtool.core.remote.catalogue import (
     unreadable,
     unseal_head,
 )
-from kvtool.core.remote.folder import new_name
 from kvtool.core.remote.signing import SigningKey
 from kvtool.core.remote.validation import most_bytes
 
@@ -245,21 +244,18 @@ class CatalogueCache:
         return None
 
     def put(self, digest: str, value: bytes) -> None:
-        """Keep a value. It need not survive a power loss: what is damaged is fetched again."""
-        if self._folder is None:
-            return
-        with suppress(OSError):
-            make_folder(self._folder)
-            temporary = self._folder / new_name()
-            handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with open(handle, "wb") as file:
-                file.write(value)
-            temporary.rename(self._folder / digest)
+        """Keep a value. It need not survive a crash: what is cut off is fetched again."""
+        if self._folder is not None:
+            with suppress(OSError):
+                make_folder(self._folder)
+                handle = os.open(self._folder / digest, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+                with open(handle, "wb") as file:
+                    file.write(value)
 
     def keep(self, digests: Collection[str]) -> None:
         with suppress(OSError):
             for path in self._folder.iterdir() if self._folder is not None else ():
-                if path.name not in digests and not path.name.startswith(TEMPORARY):
+                if path.name not in digests:
                     path.unlink(missing_ok=True)
 
 

@@ -13,11 +13,11 @@ from kvtool.core.cache.store import Store
 from kvtool.core.cache.stretches import part_name
 from kvtool.core.common.types import Events
 from kvtool.core.errors import DamagedError, StoreNotFoundError, UsageError
+from kvtool.core.remote import values
 from kvtool.core.remote.archive import ArchiveBlobs, written_archive
 from kvtool.core.remote.options import ExportOptions, PushOptions
 from kvtool.core.remote.push import push
 from kvtool.core.remote.report import TransferReport
-from kvtool.core.remote.values import Part, chunks_of
 from kvtool.core.session.identity import StoreIdentity
 from kvtool.core.upkeep.selectors import named_documents
 
@@ -59,9 +59,9 @@ def export(
         if pack.resolve().is_relative_to(path.resolve()):  # `force` would replace the store's own files
             raise UsageError(f"{pack} is inside the store's own folder", "name a file outside of it")
         files = _files(store, options.only)
-        chunks = dict.fromkeys([identity.prefix_id, *chunks_of(store, files)])
+        chunks = dict.fromkeys([identity.prefix_id, *values.chunks_of(store, files)])
         with written_archive(pack, options.force) as blobs:
-            part = Part(files, [*chunks], identity.prefix_id, options.levels or None)
+            part = values.Part(files, [*chunks], identity.prefix_id, options.levels or None)
             sent = push(store, blobs, PushOptions(sign=options.sign), events=events, part=part)
             checkpoints = _put_checkpoints(store, blobs, {*chunks}, sent)
     lost = {row["subject"] for row in sent.damaged}
@@ -85,8 +85,8 @@ def _put_checkpoints(store: Store, blobs: ArchiveBlobs, chunks: set[bytes], repo
         if info.own and chunks.issuperset(info.chunks):
             name = f"stretch/{stretch.hex()}"
             try:
-                sealed = {f"{name}/{part_name(place)}": store.sealed_part(stretch, place) for place in info.places}
-                blobs.put({name: store.sealed_stretch(stretch), **sealed})
+                names = [name, *(f"{name}/{part_name(place)}" for place in info.places)]
+                blobs.put({name: values.value_of(store, name) or b"" for name in names})
                 count += 1
             except DamagedError as error:
                 report.note_damage(f"state checkpoint {stretch.hex()}", error.message)

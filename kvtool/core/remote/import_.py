@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from kvtool.core.cache import tables
 from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.cache.identity import HERE, ID_BYTES
 from kvtool.core.cache.options import StoreOptions
@@ -113,8 +112,8 @@ class StoreBlobs:
     def survey(self) -> Catalogue:
         """Build the catalogue, for which all KV is read: not before the import has its lock."""
         lost: list[tuple[str, str]] = []
-        surveyed = values.survey(self._store, None, lambda what, why: lost.append((what, why)))
-        return replace(surveyed, left_out=tuple(lost))
+        catalogue = values.Survey(self._store, lambda what, why: lost.append((what, why))).catalogue()
+        return replace(catalogue, left_out=tuple(lost))
 
     def reader(self) -> SequentialReader:
         return SequentialReader(self._read)
@@ -126,28 +125,10 @@ class StoreBlobs:
         return (f"{below}{stretch.hex()}" for stretch in self._store.stretches())
 
     def _read(self, wanted: BlobRequest) -> bytes | None:
-        kind, _, rest = wanted.name.partition("/")
-        read = {"kv": self._record, "stretch": self._checkpoint}.get(kind)
         try:
-            return read(rest) if read is not None else values.value_of(self._store, wanted.name)
+            return values.value_of(self._store, wanted.name)
         except DamagedError:
             return b""
-
-    def _record(self, rest: str) -> bytes | None:
-        key, level, layer = rest.split("/")
-        place = tables.record_key(bytes.fromhex(key), level.rpartition("-")[0], int(layer))
-        with self._store.snapshot() as snapshot:
-            data = snapshot.get(tables.RECORDS, place)
-            return None if data is None else bytes(data)
-
-    def _checkpoint(self, rest: str) -> bytes | None:
-        key, _, part = rest.partition("/")
-        stretch = bytes.fromhex(key)
-        if not part:
-            return self._store.sealed_stretch(stretch)
-        info = self._store.stretch(stretch)
-        place = next((place for place in info.places if part_name(place) == part), None) if info else None
-        return None if place is None else self._store.sealed_part(stretch, place)
 
 
 Source = ArchiveBlobs | StoreBlobs

@@ -31,7 +31,6 @@ from kvtool.core.remote.gc import GarbageCollector, Lease, check_ours, check_sha
 from kvtool.core.remote.options import PushOptions
 from kvtool.core.remote.report import TransferReport
 from kvtool.core.remote.send import Sender
-from kvtool.core.remote.values import Part, join_codec
 
 _TRIES = 8  # pushes of others that come in between
 
@@ -42,7 +41,7 @@ def push(
     options: PushOptions = PushOptions(),  # noqa: B008
     *,
     events: Events | None = None,
-    part: Part | None = None,
+    part: values.Part | None = None,
 ) -> TransferReport:
     """Bring a shared store up to date with a store. Run again to resume; what is there already is not sent again.
 
@@ -72,7 +71,7 @@ class _Push:
         options: PushOptions,
         report: TransferReport,
         events: Events,
-        part: Part | None,
+        part: values.Part | None,
     ) -> None:
         self.store, self.blobs, self.report, self.events = store, blobs, report, events
         self.options, self.key, self.part, self.lease = options, options.key, part, Lease(blobs)
@@ -93,7 +92,7 @@ class _Push:
             self._check_signer(theirs, delete)
         listed = own_names(set(self.blobs.names())) if delete else set()
         known = theirs if self.key is None or self._has_signed(theirs) else None  # what others say is not signed
-        mine = values.survey(self.store, known, self.report.note_damage, self.key is not None, self.part)
+        mine = values.Survey(self.store, self.report.note_damage, self.key is not None, self.part).catalogue(known)
         if delete and not self._is_whole(mine):
             self.events.warn(
                 f"nothing of {self.blobs.url} was deleted: what is damaged or lost here may be whole there",
@@ -174,7 +173,7 @@ class _Push:
             known = values.open_meta("codec", value or b"")
         except DamagedError:
             return joined
-        both = join_codec(state, known)
+        both = values.join_codec(state, known)
         if both.get("profile") and both["profile"] not in joined.profiles:
             return joined
         sealed = values.sealed_meta("codec", both)
