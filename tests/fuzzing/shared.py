@@ -1,4 +1,4 @@
-"""Data of a shared store, a pack or another store: head, catalogue, shards, values, members of an archive, leases."""
+"""Data of a shared store, a pack or another store: head, catalogue, shards, values, members of an archive."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import zstandard
 from kvtool.core.cache import tables
 from kvtool.core.cache.record import Kind, seal
 from kvtool.core.cache.store import Store
-from kvtool.core.remote import object_store, values
+from kvtool.core.remote import values
 from kvtool.core.remote.archive import opened_archive
 from kvtool.core.remote.blobs import open_blobs
 from kvtool.core.remote.catalogue import Head, digest_of, seal_head, unseal_head
@@ -121,10 +121,6 @@ def pack_file(data: bytes) -> None:
     shutil.rmtree(scratch("shared") / "taken", ignore_errors=True)
 
 
-def leases(data: bytes) -> None:
-    object_store._leases(data, 1.0)
-
-
 def _json(value: Any) -> bytes:
     return json.dumps(value).encode()
 
@@ -159,5 +155,4 @@ TARGETS: dict[str, tuple[Callable[[bytes], None], Callable[[], list[bytes]]]] = 
     "described": (described, _descriptions),
     "tier": (tier, lambda: _catalogues()[-1:]),
     "pack_file": (pack_file, lambda: [_pack().read_bytes()]),
-    "leases": (leases, lambda: [_json({"push-0123456789abcdef": None, "sweep-x": 1700000000.0}), b"{}"]),
 }

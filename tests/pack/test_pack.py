@@ -251,6 +251,13 @@ def test_a_bomb_is_not_unpacked(pack: Path, tmp_path: Path) -> None:
     assert damages(tmp_path / "new") == []
 
 
+def test_a_catalogue_does_not_unpack_to_gigabytes(pack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtool.core.remote.import_._MOST_CATALOGUE", 1000)
+    with pytest.raises(DamagedError, match="nothing was taken"):
+        take(tmp_path / "new", pack)
+    assert not (tmp_path / "new").exists()
+
+
 def test_of_two_members_with_a_name_the_last_counts(pack: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(pack, "a") as opened, warnings.catch_warnings(action="ignore"):
         opened.writestr("head", b"another")

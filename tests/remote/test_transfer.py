@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtool.core.cache import tables
 from kvtool.core.cache.entries import DocumentEntry
 from kvtool.core.cache.integrity import find_damage
 from kvtool.core.cache.store import Store
@@ -174,6 +175,13 @@ def test_levels_come_with_what_they_refine(store: Store, blobs: Blobs, tmp_path:
         assert [entry.source for entry in some.documents()] == ["f0", "f1"]
     assert pull(tmp_path / "some", blobs).chunks.transferred == 4
     assert bytes_of(tmp_path / "some") == bytes_of(store.path)
+
+
+def test_damaged_profile_is_left_out(store: Store, blobs: Blobs) -> None:
+    with store.writer() as writer:
+        writer.commit([(tables.PROFILES, PROFILE, b"damaged")])
+    assert [row["subject"] for row in push(store, blobs).damaged] == [f"profile {PROFILE.hex()}"]
+    assert read_catalogue(blobs).profiles == ()
 
 
 def test_another_models_store_is_refused(store: Store, blobs: Blobs, tmp_path: Path) -> None:

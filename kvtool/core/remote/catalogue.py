@@ -180,7 +180,7 @@ def catalogue_name(digest: str) -> str:
     return f"catalogue/{digest}"
 
 
-# ---- the catalogue in one value ----------------------------------------------------------------------------------
+# ---- the catalogue -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,9 +52,9 @@ _TRIES = 8  # pushes that come in between reading the head and the catalogue
 _AT_ONCE = 256  # shards that are asked for together
 
 
-def read_head(blobs: Blobs, whole: bool = True) -> tuple[bytes, Catalogue]:
-    """Read the head and the catalogue in force, or its root alone. Raises StoreNotFoundError if nothing was ever
-    pushed, RemoteError, DamagedError, StoreFormatError."""
+def read_head(blobs: Blobs, whole: bool = True, most: int = validation.INT64) -> tuple[bytes, Catalogue]:
+    """Read the head and the catalogue in force, or its root alone; its shards unpack to at most so many bytes. Raises
+    StoreNotFoundError if nothing was ever pushed, RemoteError, DamagedError, StoreFormatError."""
     (head,) = blobs.get([HEAD])
     for _ in range(_TRIES):
         if head is None:
@@ -65,7 +65,7 @@ def read_head(blobs: Blobs, whole: bool = True) -> tuple[bytes, Catalogue]:
             digest = unseal_head(head).catalogue
             catalogue = root_of(blobs, digest)
             if whole:
-                catalogue = with_shards(blobs, catalogue, range(len(catalogue.shards)))
+                catalogue = with_shards(blobs, catalogue, range(len(catalogue.shards)), most)
                 keep_copies(blobs, digest, catalogue)
             return head, catalogue
         except DamagedError:
@@ -85,9 +85,9 @@ def root_of(blobs: Blobs, digest: str) -> Catalogue:
     return open_root(packed)
 
 
-def with_shards(blobs: Blobs, root: Catalogue, numbers: Iterable[int]) -> Catalogue:
+def with_shards(blobs: Blobs, root: Catalogue, numbers: Iterable[int], most: int = validation.INT64) -> Catalogue:
     shards = [(number, shard) for number in numbers if (shard := root.shards[number]) is not None]
-    return filled(root, _values(blobs, [(number, shard.digest, shard.name) for number, shard in shards]))
+    return filled(root, _values(blobs, [(number, shard.digest, shard.name) for number, shard in shards]), most)
 
 
 def _values(blobs: Blobs, wanted: list[tuple[int, str, str]]) -> Iterator[tuple[int, bytes]]:
@@ -208,7 +208,7 @@ def open_shard(data: bytes, number: int, count: int, left_out: list[tuple[str, s
 
 
 @paused_collection()  # of a million entries a look for garbage costs a tenth of what making them does
-def filled(root: Catalogue, entries: Iterable[tuple[int, bytes]]) -> Catalogue:
+def filled(root: Catalogue, entries: Iterable[tuple[int, bytes]], most: int) -> Catalogue:
     """Return a root with what the shards of these numbers describe. Raises DamagedError."""
     files, chunks, left_out = dict[str, File](), dict[str, Chunk](), list[tuple[str, str]]()
     for number, data in entries:
@@ -216,6 +216,9 @@ def filled(root: Catalogue, entries: Iterable[tuple[int, bytes]]) -> Catalogue:
         some_files, some_chunks = open_shard(data, number, len(root.shards), left_out)
         if shard is None or (shard.files, shard.chunks) != (len(some_files), len(some_chunks)):
             raise unreadable(ValueError("a shard describes another number of files or chunks"))
+        most -= zstandard.frame_content_size(data)
+        if most < 0:
+            raise unreadable(ValueError("its shards unpack to too much"))
         files |= some_files
         chunks |= some_chunks
     return replace(root, files=files, chunks=chunks, left_out=tuple(left_out))

@@ -21,6 +21,8 @@ from kvtool.core.remote.report import TransferReport
 from kvtool.core.session.identity import StoreIdentity
 from kvtool.core.upkeep.selectors import named_documents
 
+_DEFAULTS = ExportOptions()
+
 
 @dataclass(slots=True)
 class ExportReport:
@@ -43,7 +45,7 @@ class ExportReport:
 def export(
     path: Path,
     pack: Path,
-    options: ExportOptions = ExportOptions(),  # noqa: B008
+    options: ExportOptions = _DEFAULTS,
     events: Events | None = None,
 ) -> ExportReport:
     """Write a store, or a part of it, into one file. A file with several documents is taken whole. A signature covers

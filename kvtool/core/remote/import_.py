@@ -22,14 +22,16 @@ from kvtool.core.remote import values
 from kvtool.core.remote.archive import ArchiveBlobs, opened_archive
 from kvtool.core.remote.blobs import SequentialReader
 from kvtool.core.remote.catalogue import Catalogue
-from kvtool.core.remote.catalogue_io import read_catalogue
+from kvtool.core.remote.catalogue_io import read_head
 from kvtool.core.remote.options import ImportOptions
 from kvtool.core.remote.pull import PullJob
 from kvtool.core.remote.report import TransferReport
 from kvtool.core.remote.selection import Origins
 from kvtool.core.remote.signing import Proof
 
+_DEFAULTS = ImportOptions()
 _SOURCES = "name folders of stores, or .kvpack files"
+_MOST_CATALOGUE = 2**29  # bytes of JSON: a small pack does not unpack to gigabytes
 _SECONDS = 600.0  # for a value to come off the disk
 _STRETCH = re.compile(rf"stretch/([0-9a-f]{{{2 * ID_BYTES}}})")
 
@@ -37,7 +39,7 @@ _STRETCH = re.compile(rf"stretch/([0-9a-f]{{{2 * ID_BYTES}}})")
 def import_sources(
     path: Path,
     sources: Sequence[Path],
-    options: ImportOptions = ImportOptions(),  # noqa: B008
+    options: ImportOptions = _DEFAULTS,
     store: StoreOptions | None = None,
     events: Events | None = None,
 ) -> list[TransferReport]:
@@ -50,7 +52,7 @@ def import_sources(
 def take(
     path: Path,
     place: Path,
-    options: ImportOptions = ImportOptions(),  # noqa: B008
+    options: ImportOptions = _DEFAULTS,
     store: StoreOptions | None = None,
     events: Events | None = None,
 ) -> TransferReport:
@@ -150,7 +152,7 @@ def _opened(place: Path) -> Iterator[tuple[Source, Proof | None, Callable[[], Ca
 def read_index(pack: ArchiveBlobs) -> Catalogue:
     """Read what decides whether anything is imported from a pack. Raises DamagedError, StoreFormatError."""
     try:
-        catalogue = read_catalogue(pack)
+        _, catalogue = read_head(pack, most=_MOST_CATALOGUE)
         name = f"meta/manifest-{catalogue.meta.get('manifest', '')}"
         (value,) = pack.get([name])
         if value is None or not values.is_sound(name, value):

@@ -39,6 +39,7 @@ from kvtool.core.remote.signing import Trust
 from kvtool.core.remote.validation import MOST_BYTES
 from kvtool.core.remote.values import join_codec
 
+_DEFAULTS = PullOptions()
 _COMMITTED_AT_ONCE = 1024  # descriptions in one transaction
 _HELD_BYTES = 2**26  # of descriptions that wait to be put into order; of many
 # Bytes for each, a quarter of the catalogue's own memory: so each page is visited only a few times.
@@ -53,7 +54,7 @@ _TRIES = 9  # while pushes come in between and delete what is just fetched
 def pull(
     path: Path,
     blobs: Blobs,
-    options: PullOptions = PullOptions(),  # noqa: B008
+    options: PullOptions = _DEFAULTS,
     *,
     store: StoreOptions | None = None,
     events: Events | None = None,

@@ -32,13 +32,14 @@ from kvtool.core.remote.options import PushOptions
 from kvtool.core.remote.report import TransferReport
 from kvtool.core.remote.send import Sender
 
+_DEFAULTS = PushOptions()
 _TRIES = 8  # pushes of others that come in between
 
 
 def push(
     store: Store,
     blobs: Blobs,
-    options: PushOptions = PushOptions(),  # noqa: B008
+    options: PushOptions = _DEFAULTS,
     *,
     events: Events | None = None,
     part: values.Part | None = None,
