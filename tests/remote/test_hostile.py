@@ -30,11 +30,10 @@ from kvtool.core.remote.catalogue import (
     Catalogue,
     Head,
     digest_of,
-    rows_of,
     seal_head,
     unseal_head,
 )
-from kvtool.core.remote.catalogue_io import open_root, open_shard, read_catalogue
+from kvtool.core.remote.catalogue_io import open_root, open_shard, read_catalogue, rows_of
 from kvtool.core.remote.mirror import open_shared
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
