@@ -120,14 +120,12 @@ class StretchReader(StoreConnection):
 
     def sealed_value(self, stretch: bytes, part: str) -> bytes:
         """Read a description, or a part by its name, in its envelope. Raises DamagedError."""
-        if not part:
-            data = self._row(stretch, "descriptions of a state checkpoint")
-            opened_info(stretch, data)
-        else:
+        if part:
             side, _, layer = part.partition("-")
             place = cast(Side, side), int(layer)
-            data = self._row(part_key(stretch, place), named_part(place))
-            opened_part(stretch, place, data)
+            opened_part(stretch, place, data := self._row(part_key(stretch, place), named_part(place)))
+        else:
+            opened_info(stretch, data := self._row(stretch, "descriptions of a state checkpoint"))
         return bytes(data)
 
     def _row(self, key: bytes, what: str) -> memoryview:
