@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -204,7 +204,7 @@ class Sender:
         files, places = lacking(mine.files), dict[Member, Place | None]()
         self.report.files.transferred += len(files)
         self.report.files.unchanged = len(mine.files) - len(files)
-        chunks = by_document(self.store, files, lacking(mine.chunks))
+        chunks = by_document(self.store, {*files}, lacking(mine.chunks))
         members = [*((key, CHUNK) for key in chunks), *((key, FILE) for key in files)]
         for packed, _ in self._send_packs(members, value_of):
             places |= packed.places
@@ -268,7 +268,7 @@ def _pack(members: Mapping[Member, list[bytes]]) -> Packed:
     return Packed(value, pack, places)
 
 
-def by_document(store: Store, files: Container[str], chunks: Iterable[str]) -> list[str]:
+def by_document(store: Store, files: Set[str] | Mapping[str, File], chunks: Iterable[str]) -> list[str]:
     """Return the chunks in the order of the documents of these files; those in none of them last."""
     order: dict[str, None] = {}
     wanted = dict.fromkeys(sorted(chunks))
