@@ -20,13 +20,8 @@ _AT_ONCE = 1000
 
 
 def own_names(names: set[str]) -> set[str]:
-    nested = {name.removesuffix(HEAD) for name in names if name.endswith(f"/{HEAD}")}
-    return {name for name in names if is_own(name) and not (nested and _is_below(name, nested))}
-
-
-def _is_below(name: str, nested: set[str]) -> bool:
-    parts = name.split("/")
-    return any("/".join(parts[:depth]) + "/" in nested for depth in range(1, len(parts)))
+    nested = tuple(name.removesuffix(HEAD) for name in names if name.endswith(f"/{HEAD}"))
+    return {name for name in names if is_own(name) and not name.startswith(nested)}
 
 
 def check_ours(blobs: Blobs) -> None:

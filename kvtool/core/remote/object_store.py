@@ -85,7 +85,20 @@ class ObjectBlobs:
 
     def compare_and_swap(self, name: str, before: bytes | None, after: bytes) -> bool:
         value, meta = self._value(name)
-        return value == before and self._replace(name, meta, after)
+        if value != before:
+            return False
+        known = (("e_tag", meta["e_tag"]), ("version", meta["version"])) if meta is not None else ()
+        version = cast("UpdateVersion", {key: value for key, value in known if value is not None})
+        with suppress(FileNotFoundError), self._changing():
+            try:
+                obstore.put(self._sending, name, after, mode=version or "create", use_multipart=False)
+                return True
+            except (AlreadyExistsError, PreconditionError):
+                return False
+            except BaseError as error:
+                if status_of(str(error)) != 409:  # two at the same moment
+                    raise
+        return False
 
     def names(self, below: str = "") -> Iterator[str]:
         names = (found["path"] for found in self._list(below.rpartition("/")[0]))
@@ -182,20 +195,6 @@ class ObjectBlobs:
     def _sending(self) -> ObjectStore:
         """Open the same place with a longer timeout: an answer comes after all of a value was sent."""
         return open_objects(self._address, self._timeout, writing=True)
-
-    def _replace(self, name: str, meta: ObjectMeta | None, after: bytes) -> bool:
-        known = (("e_tag", meta["e_tag"]), ("version", meta["version"])) if meta is not None else ()
-        version = cast("UpdateVersion", {key: value for key, value in known if value is not None})
-        with suppress(FileNotFoundError), self._changing():
-            try:
-                obstore.put(self._sending, name, after, mode=version or "create", use_multipart=False)
-                return True
-            except (AlreadyExistsError, PreconditionError):
-                return False
-            except BaseError as error:
-                if status_of(str(error)) != 409:  # two at the same moment
-                    raise
-        return False
 
     # ---- both ----
 
