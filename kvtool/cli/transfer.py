@@ -125,20 +125,10 @@ Pack = Annotated[Path, typer.Argument(metavar="FILE.kvpack", help="The pack.")]
 )
 def export(run: Run, pack: Pack) -> int | None:
     """Write documents, chunks and their KV to one file, a pack."""
-    from kvtool.core.pack.export import export as run_export
+    from kvtool.core.remote.export import export as run_export
 
-    options = run.get(ExportOptions)
-    levels = options.levels or None
     with JobView(run.out) as view:
-        report = run_export(
-            run.folder,
-            pack,
-            only=options.only,
-            levels=levels,
-            force=options.force,
-            key=options.key,
-            events=view.events,
-        )
+        report = run_export(run.folder, pack, run.get(ExportOptions), view.events)
     for row in report.damaged:
         run.out.warning(f"left out: {row['subject']}: {row['reason']}")
 
@@ -163,21 +153,14 @@ def import_(run: Run, sources: Sources) -> int | None:
     `ingest --shard` with --mine. A missing store is created; the sources do not change.
     """
     from kvtool.core.cache.store import Store
-    from kvtool.core.pack.import_ import import_sources
+    from kvtool.core.remote.import_ import import_sources
     from kvtool.core.session.identity import store_identity
     from kvtool.reports.glance import computed_by, makers
 
-    options, trust = run.get(ImportOptions), run.get(ImportOptions).trusted(run.get(StoreOptions))
+    options = run.get(ImportOptions)
     tell_budget(run, options.max_size)
     with JobView(run.out) as view:
-        reports = import_sources(
-            run.folder,
-            sources,
-            trust=trust,
-            lock_wait=options.lock_wait,
-            max_size=options.max_size,
-            events=view.events,
-        )
+        reports = import_sources(run.folder, sources, options, run.get(StoreOptions), view.events)
     with Store.open(run.folder) as store:
         made = computed_by(store, store_identity(store))
     if len(several := makers(made)) > 1:

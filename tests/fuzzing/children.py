@@ -14,7 +14,7 @@ from tests.faults.harness.children import in_child
 
 KILLED = -signal.SIGKILL
 _SECONDS = 120.0  # longer than any command on a busy machine
-_COUNTED = ("/kvtool/core/cache/", "/kvtool/core/remote/", "/kvtool/core/upkeep/", "/kvtool/core/pack/")
+_COUNTED = ("/kvtool/core/cache/", "/kvtool/core/remote/", "/kvtool/core/upkeep/")
 
 
 def command(*words: object, kill_at: int = 0) -> Done:

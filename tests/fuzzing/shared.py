@@ -1,11 +1,10 @@
-"""Data of a shared store, a pack or another store: head, catalogue, shards, values, members of an archive, leases."""
+"""Data of a shared store, a pack or another store: head, catalogue, shards, values, members of an archive."""
 
 from __future__ import annotations
 
 import functools
 import json
 import shutil
-import zipfile
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -16,16 +15,16 @@ import zstandard
 from kvtool.core.cache import tables
 from kvtool.core.cache.record import Kind, seal
 from kvtool.core.cache.store import Store
-from kvtool.core.pack.container import CATALOGUE, PackReader, from_safetensors, to_safetensors
-from kvtool.core.pack.export import export
-from kvtool.core.pack.import_ import take
-from kvtool.core.remote import object_store, values
+from kvtool.core.remote import values
+from kvtool.core.remote.archive import opened_archive
 from kvtool.core.remote.blobs import open_blobs
-from kvtool.core.remote.catalogue import FORMAT, HEAD, Catalogue, Head, digest_of, rows_of, seal_head, unseal_head
-from kvtool.core.remote.catalogue_io import catalogue_in, open_shard, read_catalogue
+from kvtool.core.remote.catalogue import Head, digest_of, seal_head, unseal_head
+from kvtool.core.remote.catalogue_io import open_root, open_shard
+from kvtool.core.remote.export import export
+from kvtool.core.remote.import_ import take
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
-from tests.cache.making import LAYERS, id_of, info_of, make_store, put, records_of
+from tests.cache.making import LAYERS, id_of, info_of, make_store, put
 from tests.fuzzing.registry import refused, scratch
 from tests.remote.test_hostile import IDENTITY
 
@@ -57,12 +56,6 @@ def _pack() -> Path:
     return path
 
 
-@functools.cache
-def _catalogue() -> Catalogue:
-    with closing(open_blobs(f"file://{_tier()}")) as blobs:
-        return read_catalogue(blobs)
-
-
 def head(data: bytes) -> None:
     """The one value that names the others, with the digest that it should have."""
     for value in (data, seal(b"remote head", Kind.MANIFEST, data)):
@@ -75,13 +68,11 @@ def catalogue(data: bytes) -> None:
     packed = _ZSTD.compress(data)
     for value in (data, packed):
         with refused():
-            found = catalogue_in(value)
+            found = open_root(value)
             found.blobs()
             found.packs()
         with refused():
             open_shard(value, 0, 1, [])
-        with refused():
-            Catalogue.unpack(value)
 
 
 def described(data: bytes) -> None:
@@ -122,35 +113,12 @@ def tier(data: bytes) -> None:
 def pack_file(data: bytes) -> None:
     path = scratch("shared") / "hostile.kvpack"
     path.write_bytes(data)
-    with refused(), closing(PackReader(path)) as reader:
-        for name in reader.names[:50]:
-            assert len(reader.get(name, 2**20) or b"") <= 2**20
+    with refused(), opened_archive(path) as blobs:
+        names = [*blobs.names()][:50]
+        assert sum(len(value or b"") for value in blobs.get(names)) <= len(names) * len(data)
     with refused():
         take(scratch("shared") / "taken", path)
     shutil.rmtree(scratch("shared") / "taken", ignore_errors=True)
-
-
-def pack_catalogue(data: bytes) -> None:
-    """A sound archive whose catalogue is somebody's."""
-    path, packed = scratch("shared") / "repacked.kvpack", _ZSTD.compress(data)
-    with zipfile.ZipFile(_pack()) as sound, zipfile.ZipFile(path, "w") as made:
-        for member in sound.infolist():
-            replaced = {CATALOGUE: packed, HEAD: seal_head(Head(digest_of(packed)))}
-            made.writestr(member, replaced.get(member.filename, sound.read(member)))
-    with refused():
-        take(scratch("shared") / "taken", path)
-    shutil.rmtree(scratch("shared") / "taken", ignore_errors=True)
-
-
-def pack_tensors(data: bytes) -> None:
-    for level in ("raw", "lossless"):
-        with refused():
-            for record in from_safetensors(id_of("f0.0"), level, LAYERS, data):
-                assert len(record) <= len(data) + 200
-
-
-def leases(data: bytes) -> None:
-    object_store._leases(data, 1.0)
 
 
 def _json(value: Any) -> bytes:
@@ -162,9 +130,7 @@ def _unpacked(path: Path) -> bytes:
 
 
 def _catalogues() -> list[bytes]:
-    whole, packs = _catalogue(), {"format": FORMAT}
-    found = [_unpacked(path) for kind in ("catalogue", "shard") for path in sorted((_tier() / kind).iterdir())]
-    return [*found, _json(packs | whole.facts() | rows_of(whole.files, whole.chunks))]
+    return [_unpacked(path) for kind in ("shard", "catalogue") for path in sorted((_tier() / kind).iterdir())]
 
 
 def _descriptions() -> list[bytes]:
@@ -189,10 +155,4 @@ TARGETS: dict[str, tuple[Callable[[bytes], None], Callable[[], list[bytes]]]] = 
     "described": (described, _descriptions),
     "tier": (tier, lambda: _catalogues()[-1:]),
     "pack_file": (pack_file, lambda: [_pack().read_bytes()]),
-    "pack_catalogue": (pack_catalogue, lambda: _catalogues()[-1:]),
-    "pack_tensors": (
-        pack_tensors,
-        lambda: [to_safetensors(id_of("f0.0"), level, records_of("f0.0", level)) for level in ("raw", "lossless")],
-    ),
-    "leases": (leases, lambda: [_json({"push-0123456789abcdef": None, "sweep-x": 1700000000.0}), b"{}"]),
 }

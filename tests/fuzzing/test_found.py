@@ -18,7 +18,6 @@ from kvtool.core.errors import DamagedError, ModelError, UsageError
 from kvtool.core.options.resolve import PROJECT_FILE
 from kvtool.core.options.resolve import resolve as settings
 from kvtool.core.query.reply import read_batch
-from kvtool.core.remote.object_store import _leases
 from tests.cache.making import make_store
 from tests.families import edit_config, save_tiny
 
@@ -30,10 +29,6 @@ def test_questions_that_are_nested_too_deep(tmp_path: Path) -> None:
     path.write_bytes(DEEP)
     with pytest.raises(UsageError, match="line 1"):
         read_batch(path)
-
-
-def test_leases_that_are_nested_too_deep() -> None:
-    assert _leases(DEEP, 0.0) == {}
 
 
 @pytest.mark.parametrize("text", [DEEP[:3000], b'{"format": Infinity, "uuid": "0b5c1e1a-0000-4000-8000-000000000000"}'])

@@ -12,7 +12,8 @@ import pytest
 from kvtool.core.cache.entries import DocumentEntry, FileEntry
 from kvtool.core.cache.record import decode_record, encode_record
 from kvtool.core.cache.store import Store
-from kvtool.core.pack.export import export
+from kvtool.core.remote.export import export
+from kvtool.core.remote.options import ExportOptions
 from kvtool.core.remote.values import records_of
 from tests.cli.working import PREFIX, kvtool
 
@@ -37,9 +38,7 @@ class Scene:
 
     def pack(self, name: str = "theirs.kvpack") -> Path:
         path = self.theirs.parent / name
-        with pytest.MonkeyPatch.context() as patch:  # an honest export says nothing that is not so
-            patch.setattr("kvtool.core.remote.values._checked_file", lambda key, *parts: parts)
-            assert export(self.theirs, path, force=True).damaged == []
+        assert export(self.theirs, path, ExportOptions(force=True)).damaged == []
         return path
 
 

@@ -13,16 +13,14 @@ from kvtool.core.compress.job import compress
 from kvtool.core.compress.options import CompressOptions
 from kvtool.core.corpus.options import Shard, shard_error
 from kvtool.core.errors import StoreFormatError, StoreNotFoundError, UsageError
-from kvtool.core.pack import import_ as merging
-from kvtool.core.pack.export import export
-from kvtool.core.pack.import_ import import_sources
-from kvtool.core.remote.signing import Trust
-from kvtool.core.remote.values import survey
+from kvtool.core.remote.export import export
+from kvtool.core.remote.import_ import import_sources
+from kvtool.core.remote.options import ImportOptions
+from kvtool.core.remote.values import Survey
 from tests.cli.working import CHUNKS, PREFIX, break_record, chunks_of, damages, kvtool, state, write_corpus
 from tests.compress.making import check_sound
 
 PARTS = 3
-MINE = Trust(mine=True)
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +57,12 @@ def test_what_is_no_part_is_said(value: str) -> None:
 
 
 def test_merged_parts_are_what_one_run_makes(parts: Path, tmp_path: Path) -> None:
-    import_sources(tmp_path / "all", _all(parts), trust=MINE)
+    import_sources(tmp_path / "all", _all(parts), ImportOptions(mine=True))
     assert state(tmp_path / "all") == state(parts / "whole")
     assert damages(tmp_path / "all") == []
-    import_sources(tmp_path / "other", _all(parts)[::-1], trust=MINE)
+    import_sources(tmp_path / "other", _all(parts)[::-1], ImportOptions(mine=True))
     assert state(tmp_path / "other") == state(parts / "whole")
-    again = import_sources(tmp_path / "all", _all(parts), trust=MINE)
+    again = import_sources(tmp_path / "all", _all(parts), ImportOptions(mine=True))
     assert [report.files.transferred + report.chunks.transferred + report.bytes for report in again] == [0] * PARTS
     done = kvtool("ingest", parts / "corpus", "--store", tmp_path / "all", "--sync", "--json").fine().json
     assert (done["chunks"]["computed"], done["documents"]["removed"]) == (0, 0)
@@ -77,7 +75,7 @@ def test_parts_keep_the_profiles_that_they_were_compressed_with(parts: Path, tmp
         compress(source, CompressOptions(levels=("2",), fit=True, fit_prompts=2, questions=0, keep_raw=False, yes=True))
         with Store.open(source) as store:
             made |= {chunk.hex(): store.made_with(chunk, "2") for chunk in store.chunk_ids()}
-    import_sources(tmp_path / "all", sources, trust=MINE)
+    import_sources(tmp_path / "all", sources, ImportOptions(mine=True))
     with Store.open(tmp_path / "all") as store:
         assert {chunk.hex(): store.made_with(chunk, "2") for chunk in store.chunk_ids()} == made
         assert store.codec_state()["profile"] in made.values()
@@ -88,7 +86,7 @@ def test_parts_keep_the_profiles_that_they_were_compressed_with(parts: Path, tmp
 def test_a_pack_and_a_store_merge(parts: Path, tmp_path: Path) -> None:
     first, *others = _all(parts)
     export(first, tmp_path / "first.kvpack")
-    import_sources(tmp_path / "all", [*others, tmp_path / "first.kvpack"], trust=MINE)
+    import_sources(tmp_path / "all", [*others, tmp_path / "first.kvpack"], ImportOptions(mine=True))
     assert state(tmp_path / "all") == state(parts / "whole")
 
 
@@ -133,13 +131,15 @@ def test_damage_stays_behind_and_is_named(parts: Path, tmp_path: Path) -> None:
 def test_import_sees_a_snapshot_of_its_source(parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Path(shutil.copytree(parts / "whole", tmp_path / "source"))
 
-    def surveyed(store: Store, *more: Any) -> Any:
-        found = survey(store, *more)
+    made = Survey.catalogue
+
+    def surveyed(survey: Survey) -> Any:
+        found = made(survey)
         kvtool("store", "rm", "*", "--yes", "--store", source).fine()
         return found
 
-    monkeypatch.setattr(merging.values, "survey", surveyed)
-    (report,) = import_sources(tmp_path / "all", [source], trust=MINE)
+    monkeypatch.setattr(Survey, "catalogue", surveyed)
+    (report,) = import_sources(tmp_path / "all", [source], ImportOptions(mine=True))
     assert report.damaged == []
     assert state(tmp_path / "all") == state(parts / "whole")
 

@@ -10,20 +10,24 @@ from pathlib import Path
 import pytest
 
 from kvtool.core.cache import tables
+from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.cache.identity import HERE, Origin, seal_origin
 from kvtool.core.cache.store import Store
 from kvtool.core.compress import job
 from kvtool.core.errors import DamagedError, ModelError, UntrustedError, UsageError
-from kvtool.core.pack.export import export
-from kvtool.core.pack.import_ import PackBlobs, take
 from kvtool.core.query.answer import answer
 from kvtool.core.query.conversation import Conversation
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.prompt import lay_out
 from kvtool.core.query.reply import Request
 from kvtool.core.remote import pull
+from kvtool.core.remote.archive import ArchiveBlobs
 from kvtool.core.remote.catalogue import Catalogue
-from kvtool.core.remote.signing import Trust, public_keys, seal_of, signing_key
+from kvtool.core.remote.catalogue_io import open_root, pack_root
+from kvtool.core.remote.export import export
+from kvtool.core.remote.import_ import take
+from kvtool.core.remote.options import ExportOptions, ImportOptions
+from kvtool.core.remote.signing import SigningKey, Trust, public_keys, seal_of, signing_key
 from kvtool.core.remote.values import records_of
 from kvtool.core.session.session import Session
 from tests.cli.working import CHUNKS, PREFIX, damages, kvtool, write_corpus
@@ -397,7 +401,7 @@ def test_a_passage_that_no_model_can_hold_is_left_out(scene: Scene) -> None:
 
 
 def test_many_that_unpack_to_much_count_together(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held = calls_of(monkeypatch, pull._Pull, "_commit", lambda job, files: len(files))
+    held = calls_of(monkeypatch, pull.PullJob, "_commit", lambda job, files: len(files))
     for name, value in (("_UNPACKED_AT_ONCE", 2**12), ("_MOST_UNPACKED", 2**14), ("_MOST_RATIO", 0)):
         monkeypatch.setattr(pull, name, value)
     for number in range(12):
@@ -519,12 +523,10 @@ def test_records_that_the_signature_does_not_cover_are_left_out(scene: Scene, tm
     """Their own digests fit, and the catalogue's mark is made of those: neither is what nobody can forge."""
     key, pack = make_key(tmp_path, "ada"), tmp_path / "signed.kvpack"
     (chunk,) = ids_of(scene.theirs, scene.own)
-    signed = signing_key(key)
     with pytest.MonkeyPatch.context() as patch:  # as if other records had the digests of those that were signed
         patch.setattr("kvtool.core.remote.values.seal_of", lambda records: seal_of([*records, b"others"]))
-        export(scene.theirs, pack, key=signed)
-    trust = Trust.of([f"{key}.pub"])
-    report = take(tmp_path / "new", pack, trust=trust)
+        export(scene.theirs, pack, ExportOptions(sign=key))
+    report = take(tmp_path / "new", pack, ImportOptions(trust=(f"{key}.pub",)))
     assert {row["reason"] for row in report.damaged} == {"the signature does not cover these records"}
     assert levels_of(tmp_path / "new", chunk) == []
 
@@ -536,13 +538,13 @@ def test_foreign_description_stays_untrusted(scene: Scene, tmp_path: Path, monke
     kvtool("store", "export", pack, "--store", scene.mine, "--sign", key).fine()
     bring(scene, "import", store=new)
     (chunk,) = ids_of(scene.mine, scene.own)
-    value = PackBlobs.get
+    read = ArchiveBlobs._read
 
-    def damaged(blobs: PackBlobs, name: str, most: int) -> bytes | None:
-        return b"" if name.startswith(f"chunk/{chunk.hex()}") else value(blobs, name, most)
+    def damaged(blobs: ArchiveBlobs, wanted: BlobRequest) -> bytes | None:
+        return b"" if wanted.name.startswith(f"chunk/{chunk.hex()}") else read(blobs, wanted)
 
-    monkeypatch.setattr(PackBlobs, "get", damaged)
-    report = take(new, pack, trust=Trust.of([f"{key}.pub"]))
+    monkeypatch.setattr(ArchiveBlobs, "_read", damaged)
+    report = take(new, pack, ImportOptions(trust=(f"{key}.pub",)))
     assert "its description did not come" in {row["reason"] for row in report.damaged}
     with Store.open(new) as store:
         assert store.origin(chunk).is_foreign
@@ -551,17 +553,16 @@ def test_foreign_description_stays_untrusted(scene: Scene, tmp_path: Path, monke
 
 def test_a_changed_catalogue_does_not_fit_its_signature(scene: Scene, tmp_path: Path) -> None:
     key, pack = make_key(tmp_path, "ada"), tmp_path / "signed.kvpack"
-    plain = Catalogue.pack
 
-    def stale(catalogue: Catalogue, key: object = None) -> bytes:
-        before = Catalogue.unpack(plain(catalogue, signing_key(tmp_path / "ada")))
-        return plain(replace(catalogue, profiles=("0" * 32,), proof=before.proof))
+    def stale(catalogue: Catalogue, key: SigningKey) -> bytes:
+        before = open_root(pack_root(catalogue, key))
+        return pack_root(replace(catalogue, profiles=("0" * 32,), proof=before.proof))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Catalogue, "pack", stale)
-        export(scene.theirs, pack, key=signing_key(key))
+        patch.setattr("kvtool.core.remote.push.pack_root", stale)
+        export(scene.theirs, pack, ExportOptions(sign=key))
     with pytest.raises(DamagedError, match="does not fit"):
-        take(tmp_path / "new", pack, trust=Trust.of([f"{key}.pub"]))
+        take(tmp_path / "new", pack, ImportOptions(trust=(f"{key}.pub",)))
     assert not (tmp_path / "new").exists()
 
 

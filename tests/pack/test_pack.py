@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
+import warnings
 import zipfile
 from collections.abc import Callable
+from contextlib import closing
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load
 
 import kvtool as kvtool_api
+from kvtool.core.cache.backend import BlobRequest
+from kvtool.core.cache.record import Kind
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import NESTED
 from kvtool.core.errors import DamagedError, NoSpaceError, StoreNotFoundError, UsageError
-from kvtool.core.pack import container
-from kvtool.core.pack.export import export
-from kvtool.core.pack.import_ import take
-from kvtool.core.remote import catalogue
-from kvtool.core.remote.signing import Trust
+from kvtool.core.remote import archive, catalogue
+from kvtool.core.remote.export import export
+from kvtool.core.remote.import_ import take
+from kvtool.core.remote.options import ImportOptions
 from tests.cli.working import chunks_of, damages, kvtool, listing, prefix_chunk
 from tests.compress.making import flip, levels_in, losses_of, make_fitted, make_plain, replace_record, rows
-
-MINE = Trust(mine=True)
 
 
 @pytest.fixture(scope="module")
@@ -83,29 +82,17 @@ def test_a_store_comes_back_bit_for_bit(fitted: Path, pack: Path, tmp_path: Path
     assert again.files.unchanged == 2
 
 
-def test_raw_kv_is_read_with_safetensors_alone(fitted: Path, pack: Path) -> None:
-    chunk = chunks_of(fitted, "mill0.md")[0]
-    with zipfile.ZipFile(pack) as opened, Store.open(fitted) as store:
-        (name,) = [one for one in opened.namelist() if one.startswith(f"kv/{chunk}/raw-")]
-        tensors = load(opened.read(name))
-        for layer in range(4):
-            header, payload = store.read_kv(bytes.fromhex(chunk), "raw", layer)
-            keys, values = tensors[f"layers.{layer}.k"], tensors[f"layers.{layer}.v"]
-            assert keys.shape == values.shape == (header.kv_heads, header.tokens, header.head_dim_k)
-            assert torch.equal(
-                torch.cat([keys.flatten(), values.flatten()]), torch.frombuffer(payload, dtype=keys.dtype)
-            )
-        (name,) = [one for one in opened.namelist() if one.startswith(f"kv/{chunk}/2-")]
-        assert bytes(load(opened.read(name))["layers.3"].numpy()) == rows(fitted, "2")[chunk, 3]
-
-
-def test_the_page_tells_how(pack: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_raw_kv_is_read_as_the_page_says(fitted: Path, pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = files("kvtool").joinpath("docs/guide/packs.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     pack.rename(pack.with_name("corpus.kvpack"))
     monkeypatch.chdir(pack.parent)
-    exec(compile(code, "packs.md", "exec"), {})
-    assert capsys.readouterr().out.startswith("torch.Size([")
+    read: dict[str, Any] = {}
+    exec(compile(code, "packs.md", "exec"), read)
+    with Store.open(fitted) as store:
+        header, payload = store.read_kv(bytes.fromhex(read["chunk"]), "raw", 0)  # type: ignore[misc]
+        assert read["keys"].shape == (header.kv_heads, header.tokens, header.head_dim_k)
+        assert read["keys"].view(-1).view(torch.uint8).numpy().tobytes() == bytes(payload[: header.k_bytes])
 
 
 def test_a_part_of_a_store(fitted: Path, tmp_path: Path) -> None:
@@ -154,7 +141,7 @@ def test_a_full_disk_leaves_nothing(fitted: Path, tmp_path: Path, monkeypatch: p
     def full(handle: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(container.os, "fsync", full)
+    monkeypatch.setattr(archive.os, "fsync", full)
     with pytest.raises(NoSpaceError):
         export(fitted, tmp_path / "x.kvpack")
     assert list(tmp_path.glob("*kvpack*")) == list(tmp_path.glob(".tmp*")) == []
@@ -166,12 +153,18 @@ def test_the_budget_holds(pack: Path, tmp_path: Path) -> None:
 
 
 def change(pack: Path, name: str, edit: Callable[[bytes], bytes], **facts: Any) -> None:
+    """Change the first value whose name begins so; `kv` is a pack of KV, `described` one of descriptions."""
     with zipfile.ZipFile(pack) as old:
         members = {one.filename: old.read(one) for one in old.infolist()}
-    (found,) = [one for one in members if one.startswith(name)][:1]
+    (found,) = [one for one, value in members.items() if kind_of(one, value).startswith(name)][:1]
     with zipfile.ZipFile(pack, "w") as new:
         for member, data in members.items():
             new.writestr(member, edit(data) if member == found else data, **(facts if member == found else {}))
+
+
+def kind_of(name: str, value: bytes) -> str:
+    is_pack = name.startswith("pack/")
+    return name if not is_pack else "kv" if value[5] == Kind.KV else "described"
 
 
 def flipped(data: bytes) -> bytes:
@@ -196,14 +189,14 @@ def test_a_pack_that_is_cut_off(cut: float, pack: Path, tmp_path: Path) -> None:
 
 def test_every_flipped_bit_is_found(packed: Path, tmp_path: Path) -> None:
     data, pack = packed.read_bytes(), tmp_path / "x.kvpack"
-    take(tmp_path / "whole", packed, trust=MINE)
+    take(tmp_path / "whole", packed, ImportOptions(mine=True))
     whole = contents(tmp_path / "whole")
     for number in range(12):
         at = (len(data) - 1) * number // 11
         pack.write_bytes(data[:at] + bytes([data[at] ^ 16]) + data[at + 1 :])
         new = tmp_path / f"new{number}"
         try:
-            report = take(new, pack, trust=MINE)
+            report = take(new, pack, ImportOptions(mine=True))
         except DamagedError:
             assert not new.exists()
             continue
@@ -214,25 +207,17 @@ def test_every_flipped_bit_is_found(packed: Path, tmp_path: Path) -> None:
         shutil.rmtree(new)
 
 
-def longer(data: bytes) -> bytes:
-    size = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + size])
-    next(iter(one for name, one in header.items() if name != "__metadata__"))["shape"] = [2**32 - 1, 2**31]
-    text = json.dumps(header).encode()
-    return len(text).to_bytes(8, "little") + text + data[8 + size :]
-
-
 @pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("name", "edit"),
     [
-        ("kv/", flipped),
-        ("kv/", longer),
-        ("kv/", lambda data: (2**62).to_bytes(8, "little") + data[8:]),
-        ("kv/", lambda data: data + bytes(2**22)),
-        ("kv/", lambda data: b""),
-        ("chunk/", flipped),
-        ("file/", lambda data: data[:-1]),
+        ("kv", flipped),
+        ("kv", lambda data: data[:24] + b"\xff" * 20 + data[44:]),
+        ("kv", lambda data: data[:48] + (2**62).to_bytes(8, "little") + data[56:]),
+        ("kv", lambda data: b"\0" + data),
+        ("kv", lambda data: b""),
+        ("described", flipped),
+        ("described", lambda data: data[:-1]),
         ("profile/", flipped),
     ],
 )
@@ -248,20 +233,46 @@ def test_damaged_member_is_left_out(name: str, edit: Callable[[bytes], bytes], p
 def test_what_stands_before_a_member_is_part_of_it(pack: Path) -> None:
     """The zip format says things twice, and readers look at one of them: a flip in the other is damage all the same."""
     with zipfile.ZipFile(pack) as read:
-        member = next(one for one in read.infolist() if one.filename.startswith("kv/"))
+        member = next(one for one in read.infolist() if one.filename.startswith("pack/"))
     whole = pack.read_bytes()
     for at in range(30):
         data = bytearray(whole)
         data[member.header_offset + at] ^= 2
         pack.write_bytes(data)
-        reader = container.PackReader(pack)
-        assert reader.get(member.filename, 2**30) == b"", at
-        reader.close()
+        with archive.opened_archive(pack) as blobs, closing(blobs.reader()) as reader:
+            assert blobs.get([member.filename]) == [b""], at
+            reader.ask([BlobRequest("", 10, member.filename, 5)])
+            assert reader.take() == b"", at
 
 
 def test_a_bomb_is_not_unpacked(pack: Path, tmp_path: Path) -> None:
-    change(pack, "kv/", lambda data: bytes(2**26), compress_type=zipfile.ZIP_DEFLATED)
-    assert len(take(tmp_path / "new", pack).damaged) == 1
+    change(pack, "kv", lambda data: bytes(2**26), compress_type=zipfile.ZIP_DEFLATED)
+    assert take(tmp_path / "new", pack).damaged
+    assert damages(tmp_path / "new") == []
+
+
+def test_a_catalogue_does_not_unpack_to_gigabytes(pack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtool.core.remote.import_._MOST_CATALOGUE", 1000)
+    with pytest.raises(DamagedError, match="nothing was taken"):
+        take(tmp_path / "new", pack)
+    assert not (tmp_path / "new").exists()
+
+
+def test_of_two_members_with_a_name_the_last_counts(pack: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(pack, "a") as opened, warnings.catch_warnings(action="ignore"):
+        opened.writestr("head", b"another")
+    with pytest.raises(DamagedError, match="nothing was taken"):
+        take(tmp_path / "new", pack)
+
+
+def test_a_part_that_ends_beyond_its_member(pack: Path) -> None:
+    with archive.opened_archive(pack) as blobs, closing(blobs.reader()) as reader:
+        (name, *_) = blobs.names("pack/")
+        (size,) = blobs.sizes([name])
+        reader.ask([BlobRequest("", 100, name, at) for at in (size - 1, size, size + 2**40)])
+        assert [len(reader.take() or b"") for _ in range(3)] == [1, 0, 0]
+        reader.ask([BlobRequest(name, size - 1)])
+        assert reader.take() == b""
 
 
 def test_names_are_never_paths(pack: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from kvtool.core.cache.writer import Writer
 from kvtool.core.remote import blobs as blobs_module
 from kvtool.core.remote import send
 from kvtool.core.remote.blobs import open_blobs
+from kvtool.core.remote.options import PushOptions
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 
@@ -44,7 +45,7 @@ def pushing(path: Path, url: str, moment: Moment, variables: dict[str, str]) -> 
     blobs_module.LEASES["sweep"] = 0.4  # some stores keep the time themselves; the next push waits for a dead one
     with Store.open(path) as store, closing(open_blobs(url)) as blobs:
         dying(type(blobs), moment)
-        push(store, blobs, delete=True)
+        push(store, blobs, PushOptions(delete=True))
 
 
 def pulling(path: Path, url: str, moment: Moment, variables: dict[str, str]) -> None:

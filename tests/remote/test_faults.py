@@ -19,9 +19,9 @@ from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.catalogue import HEAD, records_wanted
 from kvtool.core.remote.catalogue_io import read_catalogue
 from kvtool.core.remote.mirror import open_shared
+from kvtool.core.remote.options import PullOptions, PushOptions
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
-from kvtool.core.remote.signing import Trust
 from tests.cache.making import LAYERS, id_of
 from tests.remote import trouble_folder
 from tests.remote.backends import BACKENDS, Scene, Site
@@ -100,7 +100,7 @@ def check_said(error: KvtoolError, cell: Cell) -> None:
 def test_a_pull(cell: Cell, scene: Scene, pristine: Path, tmp_path: Path) -> None:
     with scene.made(cell.make, scene.site.pulled / 2), closing(scene.blobs(cell.patience)) as blobs:
         try:
-            report = pull(tmp_path / "pulled", blobs, timeout=cell.patience)
+            report = pull(tmp_path / "pulled", blobs, PullOptions(remote_timeout=cell.patience))
         except KvtoolError as error:
             check_said(error, cell)
         else:
@@ -162,7 +162,7 @@ def test_a_push(cell: Cell, scene: Scene, pristine: Path, tmp_path: Path) -> Non
             assert len(read_catalogue(blobs).files) == 4
             assert is_whole(blobs)
     with Store.open(pristine) as store, scene.behind() as blobs:
-        push(store, blobs, delete=True)
+        push(store, blobs, PushOptions(delete=True))
 
 
 VITAL = ("head", "catalogue", "shard", "meta/manifest")  # without these nothing can be said
@@ -213,13 +213,13 @@ def test_a_value(harm: Harm, scene: Scene, pristine: Path, tmp_path: Path, monke
             with replaced(behind, vital, harm), pytest.raises(KvtoolError, match=r"head|catalogue|the model|no store"):
                 pull(tmp_path / "vital", blobs)
         with replaced(behind, before, harm):
-            report = pull(tmp_path / "pulled", blobs, trust=Trust(mine=True))
+            report = pull(tmp_path / "pulled", blobs, PullOptions(mine=True))
             for name, *_ in before.values():
                 assert any(name in row["reason"] for row in report.damaged), name
             check(tmp_path / "pulled", pristine)
             with Store.open(pristine) as store:
-                push(store, behind, verify=True)
-            assert pull(tmp_path / "pulled", blobs, trust=Trust(mine=True)).damaged == []
+                push(store, behind, PushOptions(verify=True))
+            assert pull(tmp_path / "pulled", blobs, PullOptions(mine=True)).damaged == []
     check(tmp_path / "pulled", pristine, whole=True)
 
 
@@ -238,7 +238,7 @@ def test_a_head_of_before(scene: Scene, pristine: Path, tmp_path: Path) -> None:
             assert pull(tmp_path / "pulled", blobs).damaged == []
             check(tmp_path / "pulled", more.path, whole=True)
     with Store.open(pristine) as store, scene.behind() as blobs:
-        push(store, blobs, delete=True)
+        push(store, blobs, PushOptions(delete=True))
 
 
 def test_every_backend_has_its_column() -> None:

@@ -20,6 +20,7 @@ from kvtool.core.errors import StoreNotFoundError
 from kvtool.core.remote import blobs as blobs_module
 from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.catalogue_io import read_catalogue
+from kvtool.core.remote.options import PushOptions
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from tests.remote.dying import Moment, pulling, pushing
@@ -70,7 +71,7 @@ def test_a_push(
         assert then.sources() == (after if moment in (("compare_and_swap", 1, True), ("delete", 1, True)) else before)
         assert verify(then) == []
     monkeypatch.setitem(blobs_module.LEASES, "sweep", 0.4)  # the dead one's is waited for
-    push(store, blobs, delete=True)
+    push(store, blobs, PushOptions(delete=True))
     assert is_whole(blobs)
     assert pull(tmp_path / "pulled", blobs).damaged == []
     assert sources_of(tmp_path / "pulled") == after

@@ -21,6 +21,7 @@ from kvtool.core.remote.blobs import Blobs, open_blobs
 from kvtool.core.remote.catalogue_io import read_catalogue
 from kvtool.core.remote.folder import FolderBlobs
 from kvtool.core.remote.mirror import local_place, open_shared
+from kvtool.core.remote.options import PushOptions
 from kvtool.core.remote.prefetch import Prefetcher
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
@@ -189,7 +190,7 @@ def test_shards_grow_and_become_fewer_with_what_is_stored(store: Store, blobs: B
     with store:
         for kept, count in ((MANY, 32), (MANY // 2, 32), (5, 4), (1, 1)):
             forget(store, *(f"f{number}" for number in range(kept, MANY)))
-            push(store, blobs, delete=True, yes=True)
+            push(store, blobs, PushOptions(delete=True, yes=True))
             catalogue = read_catalogue(blobs)
             assert (len(catalogue.shards), len(catalogue.files)) == (count, kept)
             assert is_whole(blobs)

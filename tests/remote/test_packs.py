@@ -15,6 +15,7 @@ from kvtool.core.remote import send, values
 from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.catalogue import Catalogue, records_wanted
 from kvtool.core.remote.catalogue_io import read_catalogue
+from kvtool.core.remote.options import PushOptions
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from tests.cache.making import LAYERS, add_file, check_file, id_of, put, records_of
@@ -84,7 +85,7 @@ def test_what_is_left_of_a_pack_is_packed_anew(store: Store, blobs: Blobs, tmp_p
     for number in range(6):
         add(store, "f9", f"version {number}")
         forget(store)
-        push(store, blobs, delete=number == 0, yes=True)
+        push(store, blobs, PushOptions(delete=number == 0, yes=True))
     assert is_whole(blobs)
     assert [name for name in first if name in packs_in(blobs)] == [
         name for name in first if "lossless" in levels_of(blobs, name)
@@ -124,7 +125,7 @@ def test_a_lost_pack_of_two_stores_is_brought_back_by_both(store: Store, blobs: 
 def test_file_forgotten_in_a_push(store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add(store, "f3", "f0.0", "f0.1")
 
-    survey = values.survey
+    survey = values.Survey.catalogue
 
     def surveyed(*given: Any, **more: Any) -> Catalogue:
         found = survey(*given, **more)
@@ -132,7 +133,7 @@ def test_file_forgotten_in_a_push(store: Store, blobs: Blobs, tmp_path: Path, mo
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(values, "survey", surveyed)
+        patch.setattr(values.Survey, "catalogue", surveyed)
         with pytest.raises(KvtoolError, match="changed meanwhile"):
             push(store, blobs)
     push(store, blobs)

@@ -26,9 +26,9 @@ from kvtool.core.remote.blobs import Blobs, open_blobs
 from kvtool.core.remote.catalogue import HEAD
 from kvtool.core.remote.catalogue_io import read_catalogue
 from kvtool.core.remote.mirror import local_place, open_shared
+from kvtool.core.remote.options import PullOptions, PushOptions
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
-from kvtool.core.remote.signing import Trust
 from kvtool.core.session.identity import ProfileCache
 from tests.cache.making import LAYERS, TOKENS, id_of, info_of, make_store
 from tests.codec.synthetic import KV, encoded, model, profile
@@ -36,8 +36,6 @@ from tests.remote.serving import wreck
 from tests.remote.test_sharing import MANIFEST, new_store
 
 CHUNK = id_of("f0.0")
-
-OWN = Trust(mine=True)
 
 
 def kv_of(layer: int, machine: int) -> KV:
@@ -75,7 +73,7 @@ def blobs(tmp_path: Path) -> Iterator[Blobs]:
 
 def sent(path: Path, blobs: Blobs, **options: bool) -> dict[str, torch.Tensor]:
     with Store.open(path) as store:
-        push(store, blobs, **options)
+        push(store, blobs, PushOptions(**options))
         return {level: read(store, level) for level in store.levels(CHUNK) if level != "raw"}
 
 
@@ -84,14 +82,14 @@ def test_a_level_is_pulled_with_the_very_one_that_it_refines(blobs: Blobs, tmp_p
     place = compressed(tmp_path / "other", ["3", "4"], machine=1)
     with Store.open(place) as store:
         own = read(store, "4")
-        report = pull(place, blobs, trust=OWN)
+        report = pull(place, blobs, PullOptions(mine=True))
         assert report.damaged == []
         assert report.chunks.transferred == 3
         for level, found in theirs.items():
             assert torch.equal(read(store, level), found)
         assert torch.equal(read(store, "4"), own)  # it refines no other: nothing sound is lost
         assert store.levels(CHUNK) == ["1", "2", "3", "4", "raw"]
-        assert pull(place, blobs, trust=OWN).chunks.transferred == 0
+        assert pull(place, blobs, PullOptions(mine=True)).chunks.transferred == 0
 
 
 def test_what_refines_nothing_of_theirs_stays(blobs: Blobs, tmp_path: Path) -> None:
@@ -99,7 +97,7 @@ def test_what_refines_nothing_of_theirs_stays(blobs: Blobs, tmp_path: Path) -> N
     place = compressed(tmp_path / "other", ["2", "3"], machine=1)
     with Store.open(place) as store:
         own = {level: read(store, level) for level in ("2", "3")}
-        assert pull(place, blobs, trust=OWN).chunks.transferred == 1
+        assert pull(place, blobs, PullOptions(mine=True)).chunks.transferred == 1
         assert all(torch.equal(read(store, level), found) for level, found in own.items())
         read(store, "1")
 
@@ -110,10 +108,10 @@ def test_a_base_that_is_damaged_there_takes_nothing_away_here(blobs: Blobs, tmp_
     place = compressed(tmp_path / "other", ["2", "3"], machine=1)
     with Store.open(place) as store:
         own = {level: read(store, level) for level in ("2", "3")}
-        report = pull(place, blobs, trust=OWN)
+        report = pull(place, blobs, PullOptions(mine=True))
         assert [row["subject"] for row in report.damaged] == [f"chunk {CHUNK.hex()} at level 2, 1"]
         assert all(torch.equal(read(store, level), found) for level, found in own.items())
-    assert [row["subject"] for row in pull(tmp_path / "new", blobs, trust=OWN).damaged] == [
+    assert [row["subject"] for row in pull(tmp_path / "new", blobs, PullOptions(mine=True)).damaged] == [
         f"chunk {CHUNK.hex()} at level {level}" for level in "21"
     ]
 
@@ -139,7 +137,7 @@ def test_an_unknown_level_between_two_that_belong_together(tmp_path: Path) -> No
         writer.put_chunk(CHUNK, info_of("f0.0"), "1bit", [encode_record(CHUNK, one, [b"theirs"]) for one in headers])
         writer.flush()
         damaged: list[str] = []
-        surveyed = values.survey(store, None, lambda what, why: damaged.append(f"{what}: {why}"))
+        surveyed = values.Survey(store, lambda what, why: damaged.append(f"{what}: {why}")).catalogue()
         assert damaged == []
         assert sorted(surveyed.chunks[CHUNK.hex()].levels) == ["1", "1bit", "2", "raw"]
 
@@ -247,7 +245,7 @@ def test_a_pulled_store_keeps_its_own_and_learns_the_rest(store: Store, blobs: B
     place = tmp_path / "other"
     with Store.open(new_store(place)) as other:
         know(other, {"profile": MINE, "losses": {MINE: {"1": loss(0.2)}}})
-        pull(place, blobs, trust=OWN)
+        pull(place, blobs, PullOptions(mine=True))
         assert other.codec_state() == {"profile": MINE, "losses": {MINE: {"1": loss(0.2), "3": loss(0.3)}}}
 
 

@@ -21,6 +21,7 @@ from kvtool.core.remote import catalogue, catalogue_io, gc, values
 from kvtool.core.remote.blobs import Blobs, open_blobs
 from kvtool.core.remote.catalogue import HEAD, digest_of, is_own, unseal_head
 from kvtool.core.remote.catalogue_io import read_catalogue
+from kvtool.core.remote.options import PushOptions
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from tests.cache import making
@@ -96,7 +97,7 @@ def after_first(monkeypatch: pytest.MonkeyPatch, blobs: Blobs, method: str, then
 def pushed_by(store: Store, url: str, **options: bool) -> Callable[[], None]:
     def run() -> None:
         with closing(open_blobs(url)) as own:
-            push(store, own, **options)
+            push(store, own, PushOptions(**options))
 
     return run
 
@@ -108,7 +109,7 @@ def test_a_push_into_a_place_with_other_things_is_refused(store: Store, blobs: B
     values = put_foreign(blobs)
     for options in ({}, {"delete": True, "yes": True}, {"verify": True}):
         with pytest.raises(StoreFormatError, match=f"not empty.*and {len(values) - 1} more"):
-            push(store, blobs, **options)
+            push(store, blobs, PushOptions(**options))
     assert set(blobs.names()) == set(values)
     assert blobs.get(list(values)) == list(values.values())
 
@@ -116,7 +117,7 @@ def test_a_push_into_a_place_with_other_things_is_refused(store: Store, blobs: B
 def test_somebody_elses_head_is_not_replaced(store: Store, blobs: Blobs) -> None:
     blobs.put({HEAD: b"ref: refs/heads/main"})
     with pytest.raises(StoreFormatError, match="holds no store of kvtool's: head"):
-        push(store, blobs, verify=True)
+        push(store, blobs, PushOptions(verify=True))
     assert blobs.get([HEAD]) == [b"ref: refs/heads/main"]
 
 
@@ -124,7 +125,7 @@ def test_deleting_spares_what_is_not_ours(store: Store, blobs: Blobs) -> None:
     push(store, blobs)
     values = put_foreign(blobs)
     forget(store, "f2")
-    report = push(store, blobs, delete=True)
+    report = push(store, blobs, PushOptions(delete=True))
     assert report.removed == 2 * 2 + 1 + 2  # a file, two chunks and their KV in a pack each, a catalogue and its shard
     assert report.bytes_freed > 0
     assert blobs.get(list(values)) == list(values.values())
@@ -137,7 +138,7 @@ def test_a_tier_inside_another_is_left_alone(name: str, store: Store, blobs: Blo
     inner = f"{url}/{name}"
     pushed_by(store, inner)()
     forget(store, "f1", "f2")
-    push(store, blobs, delete=True, yes=True)
+    push(store, blobs, PushOptions(delete=True, yes=True))
     with closing(open_blobs(inner)) as opened:
         assert is_whole(opened)
         assert len(pull(tmp_path / "pulled", opened).damaged) == 0
@@ -158,7 +159,7 @@ def test_what_looks_like_ours_below_another_head_is_not_ours(store: Store, blobs
     inner = f"kv/{id_of('f2.0').hex()}"
     blobs.put({f"{inner}/head": b"of somebody"})
     spared = set(blobs.names(inner)) | set(blobs.names(f"{inner}/"))
-    assert push(store, blobs, delete=True).removed > 0
+    assert push(store, blobs, PushOptions(delete=True)).removed > 0
     assert set(blobs.names(inner)) == spared
 
 
@@ -172,7 +173,7 @@ def test_only_a_part_of_a_folder_is_walked(store: Store, tmp_path: Path) -> None
         (root / "pack").symlink_to(moved)
         before = files_below(precious)
         forget(store, "f2")
-        push(store, blobs, delete=True, yes=True)
+        push(store, blobs, PushOptions(delete=True, yes=True))
         assert files_below(precious) == before
         add(store, "f3", "f3.0")
         with pytest.raises(RemoteError, match="pack is a symbolic link"):
@@ -195,16 +196,16 @@ def test_every_name_of_a_push_is_of_a_known_shape(store: Store, blobs: Blobs) ->
 
 
 def test_a_rehearsal_counts_and_changes_nothing(store: Store, blobs: Blobs) -> None:
-    expected = push(store, blobs, dry_run=True)
+    expected = push(store, blobs, PushOptions(dry_run=True))
     assert set(blobs.names()) == set()
     done = push(store, blobs)
     assert (expected.files, expected.chunks, expected.bytes) == (done.files, done.chunks, done.bytes)
     forget(store, "f1", "f2")
     add(store, "f3", "f3.0")
     before = {name: blobs.get([name]) for name in blobs.names()}
-    expected = push(store, blobs, delete=True, dry_run=True)
+    expected = push(store, blobs, PushOptions(delete=True, dry_run=True))
     assert {name: blobs.get([name]) for name in blobs.names()} == before
-    done = push(store, blobs, delete=True, yes=True)
+    done = push(store, blobs, PushOptions(delete=True, yes=True))
     for field in ("files", "chunks", "bytes", "removed", "bytes_freed", "documents_removed"):
         assert getattr(expected, field) == getattr(done, field), field
     assert done.documents_removed == 2
@@ -216,11 +217,11 @@ def test_more_than_half_goes_only_if_somebody_says_so(store: Store, blobs: Blobs
     forget(store, "f1", "f2")
     before = set(blobs.names())
     with pytest.raises(UsageError, match=r"forget 2 of 3 documents .* 10 of 17 values") as caught:
-        push(store, blobs, delete=True)
+        push(store, blobs, PushOptions(delete=True))
     assert "--yes" in caught.value.hint
     assert set(blobs.names()) == before
     assert len(read_catalogue(blobs).files) == 3
-    assert push(store, blobs, delete=True, yes=True).removed == 12
+    assert push(store, blobs, PushOptions(delete=True, yes=True)).removed == 12
 
 
 def test_what_the_command_says(store: Store, blobs: Blobs, url: str) -> None:
@@ -314,7 +315,7 @@ def test_damage_here_deletes_nothing_there(table: bytes, harm: str, store: Store
     with store.writer() as writer:
         writer.commit([(*row, bytes(value[:-1]))] if harm == "damaged" else [], [row] if harm == "lost" else [])
     told: list[str] = []
-    push(store, blobs, delete=True, yes=True, events=Events(warn=lambda text, hint: told.append(text)))
+    push(store, blobs, PushOptions(delete=True, yes=True), events=Events(warn=lambda text, hint: told.append(text)))
     assert len(told) == 1
     assert "was deleted" in told[0]
     assert before <= set(blobs.names())
@@ -323,12 +324,12 @@ def test_damage_here_deletes_nothing_there(table: bytes, harm: str, store: Store
         repair(store, writer, verify(store))
     pull(store.path, blobs)
     assert verify(store) == []
-    assert push(store, blobs, delete=True).damaged == []
+    assert push(store, blobs, PushOptions(delete=True)).damaged == []
 
 
 def test_chunk_dropped_in_a_push(store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drop it as a prune does: else every pull would miss it, and the next pushes would take it for there."""
-    surveyed = values.survey
+    surveyed = values.Survey.catalogue
 
     def then_pruned(*given: Any, **more: Any) -> Any:
         found = surveyed(*given, **more)
@@ -337,7 +338,7 @@ def test_chunk_dropped_in_a_push(store: Store, blobs: Blobs, tmp_path: Path, mon
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(values, "survey", then_pruned)
+        patch.setattr(values.Survey, "catalogue", then_pruned)
         assert [row["reason"] for row in push(store, blobs).damaged] == ["layer 0 is not stored"]
     assert pull(tmp_path / "pulled", blobs).damaged == []
 
@@ -396,12 +397,12 @@ def test_files_of_killed_pushes_are_reclaimed_when_they_are_old(store: Store, in
     left = [folder / "meta/.tmp-12-0123456789abcdef", folder / "pack/.tmp-1-abc", folder / "catalogue/.tmp-1-00ff"]
     for path in left:
         path.write_bytes(b"half of a value")
-    push(store, in_folder, delete=True)
+    push(store, in_folder, PushOptions(delete=True))
     assert all(path.exists() for path in left)  # somebody may be writing them
     for path in left:
         os.utime(path, (1, 1))
     add(store, "f3", "f3.0")
     pushed_by(store, in_folder.url)()
     assert [path.exists() for path in left] == [True, False, False]  # where it wrote
-    push(store, in_folder, delete=True)
+    push(store, in_folder, PushOptions(delete=True))
     assert not left[0].exists()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtool.core.cache import tables
 from kvtool.core.cache.entries import DocumentEntry
 from kvtool.core.cache.integrity import find_damage
 from kvtool.core.cache.store import Store
@@ -19,21 +20,20 @@ from kvtool.core.errors import (
     StoreNotFoundError,
     UsageError,
 )
-from kvtool.core.pack.import_ import import_sources
 from kvtool.core.remote import values
 from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.catalogue import HEAD
 from kvtool.core.remote.catalogue_io import read_catalogue
-from kvtool.core.remote.pull import preview, pull
+from kvtool.core.remote.import_ import import_sources
+from kvtool.core.remote.options import ImportOptions, PullOptions, PushOptions
+from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
-from kvtool.core.remote.signing import Trust
 from tests.cache.making import LAYERS, add_file, check_file, id_of, make_store, put
 from tests.remote.test_sharing import MANIFEST, new_store
 
 pytestmark = pytest.mark.usefixtures("small_packs")
 
 PROFILE = hashlib.blake2b(b"a profile", digest_size=16).digest()
-OWN = Trust(mine=True)
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 def sent(store: Store, blobs: Blobs, **options: bool) -> tuple[int, int]:
-    report = push(store, blobs, **options)
+    report = push(store, blobs, PushOptions(**options))
     assert report.damaged == []
     return report.files.transferred, report.chunks.transferred
 
@@ -63,7 +63,7 @@ def bytes_of(path: Path) -> list[tuple[bytes, str, int, bytes]]:
 
 def test_there_and_back(store: Store, blobs: Blobs, tmp_path: Path) -> None:
     assert sent(store, blobs) == (2, 4)
-    report = pull(tmp_path / "other", blobs, trust=OWN)
+    report = pull(tmp_path / "other", blobs, PullOptions(mine=True))
     assert (report.files.transferred, report.chunks.transferred, report.damaged) == (2, 4, [])
     assert bytes_of(tmp_path / "other") == bytes_of(store.path)
     with Store.open(tmp_path / "other") as other:
@@ -97,12 +97,12 @@ def test_what_is_gone_stays_until_it_is_to_be_deleted(store: Store, blobs: Blobs
         writer.collect()
     sent(store, blobs)
     assert len(read_catalogue(blobs).files) == 2
-    assert push(store, blobs, delete=True).removed
+    assert push(store, blobs, PushOptions(delete=True)).removed
     there = read_catalogue(blobs)
     assert len(there.files) == 1
     assert set(blobs.names("pack/")) | set(blobs.names("file/")) <= there.blobs()
     assert pull(tmp_path / "other", blobs).removed == 0
-    assert pull(tmp_path / "other", blobs, delete=True).removed == 1
+    assert pull(tmp_path / "other", blobs, PullOptions(delete=True)).removed == 1
     assert bytes_of(tmp_path / "other") == bytes_of(store.path)
 
 
@@ -112,23 +112,28 @@ def test_a_pull_forgets_most_of_a_store_only_if_somebody_says_so(store: Store, b
     with Store.open(new_store(tmp_path / "mine", files=4)) as mine, mine.writer() as writer:
         for number in range(3):
             add_file(writer, f"own{number}", [f"own{number}"])
-    rehearsed = preview(tmp_path / "mine", blobs, delete=True, trust=OWN)
-    done = pull(tmp_path / "mine", blobs, delete=True, yes=True, trust=OWN)
+    rehearsed = pull(tmp_path / "mine", blobs, PullOptions(delete=True, mine=True, dry_run=True))
+    done = pull(tmp_path / "mine", blobs, PullOptions(delete=True, yes=True, mine=True))
     assert (rehearsed.removed, done.removed) == (5, 5)
     assert (rehearsed.files, rehearsed.chunks) == (done.files, done.chunks)
-    assert preview(tmp_path / "mine", blobs, delete=True, trust=OWN).to_json()["files"]["transferred"] == 0
+    assert (
+        pull(tmp_path / "mine", blobs, PullOptions(delete=True, mine=True, dry_run=True)).to_json()["files"][
+            "transferred"
+        ]
+        == 0
+    )
     with Store.open(tmp_path / "mine") as mine, mine.writer() as writer:
         for number in range(3):
             add_file(writer, f"own{number}", [f"own{number}"])
     with pytest.raises(UsageError, match="3 of 5 files"):
-        pull(tmp_path / "mine", blobs, delete=True, trust=OWN)
+        pull(tmp_path / "mine", blobs, PullOptions(delete=True, mine=True))
     with Store.open(tmp_path / "mine") as mine:
         assert len(mine.sources()) == 5
 
 
 def test_an_import_keeps_both_and_the_newer_of_two(store: Store, blobs: Blobs, tmp_path: Path) -> None:
     sent(store, blobs)
-    pull(tmp_path / "other", blobs, trust=OWN)
+    pull(tmp_path / "other", blobs, PullOptions(mine=True))
 
     def change(of: Store, path: str, label: str, when: int) -> None:
         with of.writer() as writer:
@@ -143,8 +148,8 @@ def test_an_import_keeps_both_and_the_newer_of_two(store: Store, blobs: Blobs, t
         change(other, "f1", "newer", 6)
         change(other, "f3", "own", 1)
     path = store.path
-    import_sources(tmp_path / "other", [path], trust=OWN)
-    import_sources(path, [tmp_path / "other"], trust=OWN)
+    import_sources(tmp_path / "other", [path], ImportOptions(mine=True))
+    import_sources(path, [tmp_path / "other"], ImportOptions(mine=True))
     for where in (path, tmp_path / "other"):
         with Store.open(where) as one:
             texts = {entry.source: entry.text for entry in one.documents()}
@@ -152,17 +157,17 @@ def test_an_import_keeps_both_and_the_newer_of_two(store: Store, blobs: Blobs, t
 
 
 def test_import_reads_no_kv_before_its_lock(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(values, "survey", lambda *given: pytest.fail("the source was read"))
+    monkeypatch.setattr(values.Survey, "catalogue", lambda *given: pytest.fail("the source was read"))
     path = make_store(tmp_path / "other")
     with Store.open(path) as busy, busy.writer(), pytest.raises(StoreLockedError):
-        import_sources(path, [store.path], trust=OWN)
+        import_sources(path, [store.path], ImportOptions(mine=True))
 
 
 def test_levels_come_with_what_they_refine(store: Store, blobs: Blobs, tmp_path: Path) -> None:
     with store.writer() as writer:
         put(writer, "f0.0", "lossless")
     sent(store, blobs)
-    pull(tmp_path / "some", blobs, levels=["lossless"])
+    pull(tmp_path / "some", blobs, PullOptions(levels=("lossless",)))
     with Store.open(tmp_path / "some") as some:
         assert some.levels(id_of("f0.0")) == ["lossless"]
         assert some.levels(id_of("f0.1")) == []
@@ -170,6 +175,13 @@ def test_levels_come_with_what_they_refine(store: Store, blobs: Blobs, tmp_path:
         assert [entry.source for entry in some.documents()] == ["f0", "f1"]
     assert pull(tmp_path / "some", blobs).chunks.transferred == 4
     assert bytes_of(tmp_path / "some") == bytes_of(store.path)
+
+
+def test_damaged_profile_is_left_out(store: Store, blobs: Blobs) -> None:
+    with store.writer() as writer:
+        writer.commit([(tables.PROFILES, PROFILE, b"damaged")])
+    assert [row["subject"] for row in push(store, blobs).damaged] == [f"profile {PROFILE.hex()}"]
+    assert read_catalogue(blobs).profiles == ()
 
 
 def test_another_models_store_is_refused(store: Store, blobs: Blobs, tmp_path: Path) -> None:
@@ -201,6 +213,6 @@ def test_bad_catalogue(name: str, store: Store, blobs: Blobs, tmp_path: Path, mo
     for attempt in (lambda: pull(tmp_path / "other", blobs), lambda: push(store, blobs)):
         with pytest.raises(DamagedError, match=r"shared store's head|catalogue of"):
             attempt()
-    push(store, blobs, verify=True)
+    push(store, blobs, PushOptions(verify=True))
     assert pull(tmp_path / "other", blobs).damaged == []
     assert bytes_of(tmp_path / "other") == bytes_of(store.path)

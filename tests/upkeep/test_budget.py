@@ -23,6 +23,7 @@ from kvtool.core.compress.job import compress
 from kvtool.core.compress.options import CompressOptions
 from kvtool.core.errors import DamagedError, NoSpaceError
 from kvtool.core.remote.blobs import open_blobs
+from kvtool.core.remote.options import PullOptions
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from kvtool.core.retrieval.tables import write_tables
@@ -245,7 +246,7 @@ def test_pull(plain: Path, tmp_path: Path) -> None:
     with Store.create_or_open(target):
         pass
     with Watcher(target) as watcher, pytest.raises(NoSpaceError):
-        pull(target, blobs, max_size=budget)
+        pull(target, blobs, PullOptions(max_size=budget))
     assert watcher.most <= budget
     kvtool("store", "prune", "--budget", str(3 * budget), "--store", target).fine()
     pull(target, blobs)

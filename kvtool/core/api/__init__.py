@@ -23,9 +23,9 @@ from kvtool.core.upkeep.options import ForgetOptions, PruneOptions
 if TYPE_CHECKING:
     from kvtool.core.compress.report import CompressReport
     from kvtool.core.ingest.report import IngestReport
-    from kvtool.core.pack.export import ExportReport
     from kvtool.core.query.conversation import Conversation
     from kvtool.core.query.reply import Reply
+    from kvtool.core.remote.export import ExportReport
     from kvtool.core.remote.report import TransferReport
     from kvtool.core.upkeep.budget import Budget
     from kvtool.core.upkeep.forget import Removal
@@ -146,23 +146,20 @@ class Cache(Held):
     @alone(ExportOptions)
     def export(self, pack: str | Path, *, events: Events | None = None, **options: Any) -> ExportReport:
         """Write the store, or a part of it, into one file; `options` are the fields of `ExportOptions`."""
-        from kvtool.core.pack.export import export
+        from kvtool.core.remote.export import export
 
         wanted = self._wanted(ExportOptions, options)
-        levels, told = wanted.levels or None, self._events(events)
         with self._beside() as folder:
-            only, force = wanted.only, wanted.force
-            return export(folder, Path(pack), only=only, levels=levels, force=force, key=wanted.key, events=told)
+            return export(folder, Path(pack), wanted, self._events(events))
 
     @alone(ImportOptions)
     def take(self, pack: str | Path, *, events: Events | None = None, **options: Any) -> TransferReport:
         """Import a pack, or a store's folder, as `store import` does; `options` are the fields of `ImportOptions`."""
-        from kvtool.core.pack.import_ import take
+        from kvtool.core.remote.import_ import take
 
         wanted = self._wanted(ImportOptions, options)
-        told, trust, wait = self._events(events), wanted.trusted(), wanted.lock_wait
         with self._beside() as folder:
-            return take(folder, Path(pack), trust=trust, lock_wait=wait, max_size=wanted.max_size, events=told)
+            return take(folder, Path(pack), wanted, events=self._events(events))
 
     @alone(ForgetOptions)
     def rm(self, *targets: str | Path, **options: Any) -> Removal:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from kvtool.core.cache import tables
 from kvtool.core.cache.environment import StoreConnection
@@ -118,14 +118,14 @@ class StretchReader(StoreConnection):
         DamagedError: it is damaged, or missing."""
         return opened_part(stretch, place, self._row(part_key(stretch, place), named_part(place)))
 
-    def sealed_part(self, stretch: bytes, place: Place) -> bytes:
-        data = self._row(part_key(stretch, place), named_part(place))
-        opened_part(stretch, place, data)
-        return bytes(data)
-
-    def sealed_stretch(self, stretch: bytes) -> bytes:
-        data = self._row(stretch, "descriptions of a state checkpoint")
-        opened_info(stretch, data)
+    def sealed_value(self, stretch: bytes, part: str) -> bytes:
+        """Read a description, or a part by its name, in its envelope. Raises DamagedError."""
+        if part:
+            side, _, layer = part.partition("-")
+            place = cast(Side, side), int(layer)
+            opened_part(stretch, place, data := self._row(part_key(stretch, place), named_part(place)))
+        else:
+            opened_info(stretch, data := self._row(stretch, "descriptions of a state checkpoint"))
         return bytes(data)
 
     def _row(self, key: bytes, what: str) -> memoryview:

@@ -98,6 +98,24 @@ class Blobs(Readable, Protocol):
     def close(self) -> None: ...
 
 
+class PrivateBlobs:
+    """A store that nobody else uses: nothing has to be leased, deleted or synced."""
+
+    def flush(self) -> None: ...
+
+    def delete(self, names: Sequence[str]) -> None: ...
+
+    def hold(self, name: str) -> None: ...
+
+    def held(self) -> set[str]:
+        return set()
+
+    def release(self, name: str) -> None: ...
+
+    def close(self) -> None:
+        """Do nothing: the caller opened it."""
+
+
 def seconds_held(name: str) -> float:
     """Raises KeyError for a name that is no lease's."""
     return LEASES[name.partition("-")[0]]
@@ -110,11 +128,13 @@ def lease_is_valid(name: str, renewed: float, now: float) -> bool:
 
 
 # ---- several range requests at once, for a place that takes a while to answer --------------------------------------
+#
+# `obstore.get_ranges` joins near parts, too, but returns when all have come, and reads whatever else a server sends.
 
 GAP = 64 * 2**10  # bytes between two parts that one request covers, rather than two
 MOST_TOGETHER = 4 * 2**20  # bytes of one request for several parts
 AT_ONCE = 8  # requests
-_MOST_HELD = 64 * 2**20  # bytes that have arrived and are not taken; more are read only for a caller that waits
+_MOST_BUFFERED = 64 * 2**20  # bytes that have arrived and are not taken; more are read only for a caller that waits
 
 
 @dataclass(eq=False)
@@ -129,7 +149,7 @@ class RangeRequest:
     left: int = 0
     data: bytearray = field(default_factory=bytearray)
     missing: bool = False
-    begun: bool = False
+    started: bool = False
     done: bool = False
     error: Exception | None = None
 
@@ -165,68 +185,68 @@ class RangeReader:
 
     def __init__(self, fetch: Fetch) -> None:
         self._fetch = fetch
-        self._asked = deque[tuple[BlobRequest, RangeRequest]]()
+        self._requested = deque[tuple[BlobRequest, RangeRequest]]()
         self._waiting = deque[RangeRequest]()
-        self._flying = self._held = 0  # requests, bytes
-        self._news = threading.Condition()
+        self._running = self._buffered = 0  # requests, bytes
+        self._changed = threading.Condition()
         self._closed = False
 
     def ask(self, wanted: Sequence[BlobRequest]) -> None:
         spans = range_requests(wanted)
-        with self._news:
-            self._asked.extend(zip(wanted, spans, strict=True))
+        with self._changed:
+            self._requested.extend(zip(wanted, spans, strict=True))
             self._waiting.extend(dict.fromkeys(spans))
-            self._go_on()
+            self._start_waiting()
 
     def take(self) -> bytes | None:
-        with self._news:
-            wanted, span = self._asked.popleft()
-            self._begin(span)
-            self._news.wait_for(lambda: span.done or span.holds(wanted))
+        with self._changed:
+            wanted, span = self._requested.popleft()
+            self._start(span)
+            self._changed.wait_for(lambda: span.done or span.holds(wanted))
             if span.error is not None and not span.holds(wanted):
                 raise span.error
             at = wanted.start - span.start
             value = None if span.missing else bytes(span.data[at : at + wanted.most])
             span.left -= 1
             if not span.left:
-                self._held -= len(span.data)
+                self._buffered -= len(span.data)
                 span.data = bytearray()
-                self._go_on()
+                self._start_waiting()
             return value
 
     def close(self) -> None:
         """Requests under way run to their end."""
-        with self._news:
+        with self._changed:
             self._closed = True
             self._waiting.clear()
 
-    def _go_on(self) -> None:
-        while self._waiting and self._flying < AT_ONCE and self._held < _MOST_HELD:
-            self._begin(self._waiting.popleft())
+    def _start_waiting(self) -> None:
+        while self._waiting and self._running < AT_ONCE and self._buffered < _MOST_BUFFERED:
+            self._start(self._waiting.popleft())
 
-    def _begin(self, span: RangeRequest) -> None:
-        if not span.begun:
-            span.begun = True
-            self._flying += 1
+    def _start(self, span: RangeRequest) -> None:
+        if not span.started:
+            span.started = True
+            self._running += 1
             threading.Thread(target=self._run, args=(span,), name="kvtool-range", daemon=True).start()
 
     def _run(self, span: RangeRequest) -> None:
         error: Exception | None = None
         try:
             for piece in self._fetch(span):
-                with self._news:
+                with self._changed:
                     if self._closed:
                         break
                     span.data += piece
-                    self._held += len(piece)
-                    self._news.notify_all()
+                    self._buffered += len(piece)
+                    self._changed.notify_all()
         except Exception as failed:  # raised in the caller that waits
             error = failed
-        with self._news:
+        with self._changed:
             span.error, span.done = error, True
-            self._flying -= 1
-            self._go_on()
-            self._news.notify_all()
+            self._running -= 1
+            self._start_waiting()
+            self._changed.notify_all()
 
 
 # ---- the backend of a URL ------------------------------------------------------------------------------------------

@@ -12,22 +12,18 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-import zstandard
-
 from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.cache.identity import ID_BYTES
-from kvtool.core.cache.record import OVERHEAD_BYTES, Kind, seal, unseal
-from kvtool.core.codec.levels import LEVELS, coarser, nested
+from kvtool.core.cache.record import Kind, seal, unseal
 from kvtool.core.errors import DamagedError, StoreFormatError
 from kvtool.core.remote import validation
-from kvtool.core.remote.signing import Proof, SigningKey, proof_of, proof_row
-from kvtool.core.remote.validation import MOST_BYTES, MOST_LAYERS, MOST_LEVEL_BYTES
+from kvtool.core.remote.signing import Proof
 
 HEAD = "head"
 FORMAT = 1  # of the head, and of a catalogue or its root
 _MARK = "[0-9a-f]{32}"
 _HEAD_KEY = b"remote head"
-_PUSH_AGAIN = "push again from a store that is whole"
+PUSH_AGAIN = "push again from a store that is whole"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +49,7 @@ def unseal_head(data: bytes) -> Head:
             raise ValueError("it names no catalogue")
         return Head(digests[0], tuple(digests[1:]))
     except (DamagedError, ValueError, KeyError, TypeError) as error:
-        raise DamagedError("the shared store's head cannot be read", _PUSH_AGAIN) from error
+        raise DamagedError("the shared store's head cannot be read", PUSH_AGAIN) from error
 
 
 def check_format(number: Any) -> None:
@@ -180,7 +176,7 @@ def catalogue_name(digest: str) -> str:
     return f"catalogue/{digest}"
 
 
-# ---- the catalogue in one value ----------------------------------------------------------------------------------
+# ---- the catalogue -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,21 +196,6 @@ class Catalogue:
     shards: tuple[Shard | None, ...] = field(default=(), compare=False)
     proof: Proof | None = field(default=None, compare=False)
 
-    def pack(self, key: SigningKey | None = None) -> bytes:
-        value = {"format": FORMAT, **self.facts(), **rows_of(self.files, self.chunks)}
-        return packed(canonical(value, self.proof, key))
-
-    @classmethod
-    def unpack(cls, data: bytes) -> Catalogue:
-        """Inverse of :meth:`pack`; checks every part. Raises DamagedError, StoreFormatError."""
-        value = catalogue_json(data)
-        try:
-            left_out = list[tuple[str, str]]()
-            files, chunks = entries_of(value, left_out)
-            return cls(*facts_of(value), files, chunks, tuple(left_out), proof=proof_in(value))
-        except (ValueError, KeyError) as error:
-            raise unreadable(error) from error
-
     def facts(self) -> dict[str, Any]:
         return {"identity": self.identity, "meta": self.meta, "profiles": sorted(self.profiles)}
 
@@ -233,72 +214,6 @@ class Catalogue:
         return names
 
 
-def canonical(value: dict[str, Any], proof: Proof | None = None, key: SigningKey | None = None) -> bytes:
-    """Return a catalogue's JSON, the same for the same catalogue; with the signature of a key, else with `proof`."""
-    plain = _json(value)
-    proof = proof if key is None else key.sign(hashlib.blake2b(plain).digest())
-    return plain if proof is None else _json(value | {"signature": proof_row(proof)})
-
-
-def proof_in(value: dict[str, Any]) -> Proof | None:
-    row = value.get("signature")
-    if row is None:
-        return None
-    rest = {name: part for name, part in value.items() if name != "signature"}
-    return proof_of(validation.object_of(row), hashlib.blake2b(_json(rest)).digest())
-
-
-def _json(value: dict[str, Any]) -> bytes:
-    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
-
-
-def catalogue_json(data: bytes) -> dict[str, Any]:
-    try:
-        value = unpacked(data)
-        check_format(value["format"])
-    except (ValueError, KeyError, zstandard.ZstdError) as error:
-        raise unreadable(error) from error
-    return value
-
-
-def facts_of(value: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str], tuple[str, ...]]:
-    meta = {
-        validation.name_of(name): validation.hex_of(mark, MARK_BYTES)
-        for name, mark in validation.object_of(value["meta"]).items()
-    }
-    profiles = tuple(validation.hex_of(row, MARK_BYTES) for row in validation.list_of(value["profiles"]))
-    return validation.identity_of(value["identity"]), meta, profiles
-
-
-def unreadable(error: Exception) -> DamagedError:
-    return DamagedError(f"the shared store's catalogue cannot be read: {error}", _PUSH_AGAIN)
-
-
-# ---- entries as JSON rows ------------------------------------------------------------------------------------------
-
-MARK_BYTES = 16
-SEAL_BYTES = 32
-_MOST_UNPACKED = 2**29
-_MOST_RATIO = 32  # to one
-
-Entries = tuple[dict[str, File], dict[str, Chunk]]
-
-
-def packed(text: bytes) -> bytes:
-    return zstandard.ZstdCompressor(level=3, write_checksum=True).compress(text)
-
-
-def unpacked(data: bytes) -> dict[str, Any]:
-    """Inverse of :func:`packed`. JSON that is mostly digests compresses little: a much better ratio is refused."""
-    size = zstandard.frame_content_size(data)
-    if not 0 <= size <= min(_MOST_UNPACKED, _MOST_RATIO * len(data) + 2**16):
-        raise ValueError("its size is out of bounds")
-    return validation.object_of(validation.strict_json(zstandard.ZstdDecompressor().decompress(data)))
-
-
-# ---- entries -> JSON ---------------------------------------------------------------------------------------------
-
-
 def places_of(files: Mapping[str, File], chunks: Mapping[str, Chunk]) -> Iterator[Place]:
     for file in files.values():
         if file.place is not None:
@@ -307,115 +222,3 @@ def places_of(files: Mapping[str, File], chunks: Mapping[str, Chunk]) -> Iterato
         if chunk.place is not None:
             yield chunk.place
         yield from (level.place for level in chunk.levels.values() if level.place is not None)
-
-
-def rows_of(files: Mapping[str, File], chunks: Mapping[str, Chunk]) -> dict[str, Any]:
-    numbers = {pack: number for number, pack in enumerate(sorted({place.pack for place in places_of(files, chunks)}))}
-    return {
-        "packs": list(numbers),
-        "files": {
-            key: [row.mark, row.mtime_ns, row.foreign, *_placed(row.place, numbers)] for key, row in files.items()
-        },
-        "chunks": {
-            key: [
-                row.mark,
-                row.layers,
-                {name: _level_row(level, numbers) for name, level in row.levels.items()},
-                row.foreign,
-                *_placed(row.place, numbers),
-            ]
-            for key, row in chunks.items()
-        },
-    }
-
-
-def _placed(place: Place | None, numbers: Mapping[Pack, int]) -> list[int]:
-    return [] if place is None else [numbers[place.pack], place.start, place.lengths[0]]
-
-
-def _level_row(level: Level, numbers: Mapping[Pack, int]) -> list[Any]:
-    row: list[Any] = [level.size, level.mark, level.base, level.maker, level.seal]
-    if level.place is not None:
-        lengths = level.place.lengths
-        row += [numbers[level.place.pack], level.place.start, [] if len({*lengths}) == 1 else [*lengths]]
-    return row
-
-
-# ---- JSON -> entries, each checked for what it can be ------------------------------------------------------------
-
-
-def entries_of(value: dict[str, Any], left_out: list[tuple[str, str]]) -> Entries:
-    """Inverse of :func:`rows_of`. `left_out` receives the entries that cannot be used, and why."""
-    packs = [_pack(row) for row in validation.list_of(value["packs"])]
-    files = {
-        validation.hex_of(key, ID_BYTES): _file(row, packs) for key, row in validation.object_of(value["files"]).items()
-    }
-    chunks = {
-        validation.hex_of(key, ID_BYTES): _chunk(key, row, packs, left_out)
-        for key, row in validation.object_of(value["chunks"]).items()
-    }
-    return files, chunks
-
-
-def _file(value: Any, packs: list[Pack]) -> File:
-    mark, mtime_ns, foreign = validation.list_of(validation.list_of(value)[:3], 3)
-    mtime_ns = validation.count_of(mtime_ns, -validation.INT64, validation.INT64)
-    place = _description(value[3:], packs)
-    return File(validation.hex_of(mark, MARK_BYTES), mtime_ns, place, validation.flag_of(foreign))
-
-
-def _chunk(key: str, value: Any, packs: list[Pack], left_out: list[tuple[str, str]]) -> Chunk:
-    mark, layers, levels, foreign = validation.list_of(validation.list_of(value)[:4], 4)
-    layers = validation.count_of(layers, 0, MOST_LAYERS)  # 0: of a model that keeps states, no KV of chunks is stored
-    by_name = {name: _level(name, row, layers, packs) for name, row in validation.object_of(levels).items()}
-    for name in reversed(nested(by_name)):  # coarsest first: what refines nothing is of no use to what refines it
-        base = by_name[name].base
-        if base is not None and base not in by_name:
-            del by_name[name]
-            left_out.append((f"chunk {key} at level {name}", f"level {base}, which it refines, is not there"))
-    place = _description(value[4:], packs)
-    return Chunk(validation.hex_of(mark, MARK_BYTES), layers, by_name, place, validation.flag_of(foreign))
-
-
-def _level(name: str, value: Any, layers: int, packs: list[Pack]) -> Level:
-    placed = validation.list_of(value)[5:]
-    size, mark, base, maker, seal = validation.list_of(value[:5], 5)
-    if name not in LEVELS:
-        raise ValueError(f"there is no level {name[:20]!r} here: a newer kvtool made it")
-    if base is not None and base != coarser(name):
-        raise ValueError(f"nothing at level {name} refines level {str(base)[:20]!r}")
-    return Level(
-        validation.count_of(size, layers * OVERHEAD_BYTES, MOST_LEVEL_BYTES),
-        validation.hex_of(mark, MARK_BYTES),
-        base,
-        None if maker is None else validation.hex_of(maker, MARK_BYTES),
-        _place(placed, size, layers, packs) if placed else None,
-        None if seal is None else validation.hex_of(seal, SEAL_BYTES),
-    )
-
-
-def _pack(value: Any) -> Pack:
-    digest, size = validation.list_of(value, 2)
-    return Pack(validation.hex_of(digest, MARK_BYTES), validation.count_of(size, 1, MOST_BYTES))
-
-
-def _place(value: list[Any], size: int, layers: int, packs: list[Pack]) -> Place:
-    number, start, lengths = validation.list_of(value, 3)
-    pack = packs[validation.count_of(number, 0, len(packs) - 1)]
-    validation.count_of(start, 0, pack.size - size)
-    if layers and not validation.list_of(lengths):
-        lengths = [size // layers] * layers
-    for length in validation.list_of(lengths, layers):
-        validation.count_of(length, OVERHEAD_BYTES, size)
-    if sum(lengths) != size:
-        raise ValueError("records of another size than their level")
-    return Place(pack, start, tuple(lengths))
-
-
-def _description(value: list[Any], packs: list[Pack]) -> Place | None:
-    if not value:
-        return None
-    number, start, length = validation.list_of(value, 3)
-    pack = packs[validation.count_of(number, 0, len(packs) - 1)]
-    length = validation.count_of(length, 1, pack.size)
-    return Place(pack, validation.count_of(start, 0, pack.size - length), (length,))

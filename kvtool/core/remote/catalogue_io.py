@@ -6,8 +6,9 @@ the shards in which something has changed. This machine keeps copies of the valu
 from __future__ import annotations
 
 import hashlib
+import json
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from math import log2
@@ -16,60 +17,43 @@ from typing import Any
 
 import zstandard
 
-from kvtool.core.cache.layout import TEMPORARY, make_folder
+from kvtool.core.cache.identity import ID_BYTES
+from kvtool.core.cache.layout import make_folder
+from kvtool.core.cache.record import OVERHEAD_BYTES
+from kvtool.core.codec.levels import LEVELS, coarser, nested
 from kvtool.core.common.collecting import paused_collection
 from kvtool.core.common.files import cache_dir
-from kvtool.core.common.urls import place_of
+from kvtool.core.common.urls import is_url, place_of
 from kvtool.core.errors import DamagedError, KvtoolError, StoreFormatError, StoreNotFoundError
 from kvtool.core.remote import validation
 from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.catalogue import (
     FORMAT,
     HEAD,
-    MARK_BYTES,
+    PUSH_AGAIN,
     Catalogue,
     Chunk,
-    Entries,
     File,
+    Level,
+    Pack,
+    Place,
     Shard,
-    canonical,
-    catalogue_json,
     catalogue_name,
+    check_format,
     digest_of,
-    entries_of,
-    facts_of,
-    packed,
-    proof_in,
-    rows_of,
-    unpacked,
-    unreadable,
+    places_of,
     unseal_head,
 )
-from kvtool.core.remote.folder import new_name
-from kvtool.core.remote.signing import SigningKey
-from kvtool.core.remote.validation import most_bytes
+from kvtool.core.remote.signing import Proof, SigningKey, proof_of, proof_row
+from kvtool.core.remote.validation import MOST_BYTES, MOST_LAYERS, MOST_LEVEL_BYTES, most_bytes
 
 _TRIES = 8  # pushes that come in between reading the head and the catalogue
 _AT_ONCE = 256  # shards that are asked for together
 
 
-def read_head(blobs: Blobs) -> tuple[bytes | None, Catalogue | None]:
-    """Read the head and the whole catalogue of a shared store; (None, None) if nothing was ever pushed. Raises
-    RemoteError, DamagedError, StoreFormatError."""
-    try:
-        return _of_head(blobs, in_force)
-    except StoreNotFoundError:
-        return None, None
-
-
-def read_root(blobs: Blobs) -> tuple[str, Catalogue]:
-    """Read the digest and the root of the catalogue in force. Raises StoreNotFoundError if nothing was ever pushed, and
-    as :func:`read_head`."""
-    head, root = _of_head(blobs, root_of)
-    return unseal_head(head).catalogue, root
-
-
-def _of_head(blobs: Blobs, read: Callable[[Blobs, str], Catalogue]) -> tuple[bytes, Catalogue]:
+def read_head(blobs: Blobs, whole: bool = True, most: int = validation.INT64) -> tuple[bytes, Catalogue]:
+    """Read the head and the catalogue in force, or its root alone; its shards unpack to at most so many bytes. Raises
+    StoreNotFoundError if nothing was ever pushed, RemoteError, DamagedError, StoreFormatError."""
     (head,) = blobs.get([HEAD])
     for _ in range(_TRIES):
         if head is None:
@@ -77,7 +61,12 @@ def _of_head(blobs: Blobs, read: Callable[[Blobs, str], Catalogue]) -> tuple[byt
                 f"there is no store at {blobs.url}", f"make one with `kvtool store push {blobs.url}`"
             )
         try:
-            return head, read(blobs, unseal_head(head).catalogue)
+            digest = unseal_head(head).catalogue
+            catalogue = root_of(blobs, digest)
+            if whole:
+                catalogue = with_shards(blobs, catalogue, range(len(catalogue.shards)), most)
+                keep_copies(blobs, digest, catalogue)
+            return head, catalogue
         except DamagedError:
             before, (head,) = head, blobs.get([HEAD])
             if head == before:
@@ -85,26 +74,19 @@ def _of_head(blobs: Blobs, read: Callable[[Blobs, str], Catalogue]) -> tuple[byt
     raise DamagedError(f"the head of {blobs.url} changes all the time", "try again when no push runs")
 
 
-def in_force(blobs: Blobs, digest: str) -> Catalogue:
-    root = root_of(blobs, digest)
-    whole = with_shards(blobs, root, range(len(root.shards)))
-    keep_copies(blobs, digest, root)
-    return whole
+def read_catalogue(blobs: Blobs) -> Catalogue:
+    return read_head(blobs)[1]
 
 
 def root_of(blobs: Blobs, digest: str) -> Catalogue:
     """Read the root of the catalogue of a digest. Raises DamagedError, StoreFormatError."""
     ((_, packed),) = _values(blobs, [(0, digest, catalogue_name(digest))])
-    return catalogue_in(packed)
+    return open_root(packed)
 
 
-def catalogue_in(packed: bytes) -> Catalogue:
-    return open_root(catalogue_json(packed))
-
-
-def with_shards(blobs: Blobs, root: Catalogue, numbers: Iterable[int]) -> Catalogue:
+def with_shards(blobs: Blobs, root: Catalogue, numbers: Iterable[int], most: int = validation.INT64) -> Catalogue:
     shards = [(number, shard) for number in numbers if (shard := root.shards[number]) is not None]
-    return filled(root, _values(blobs, [(number, shard.digest, shard.name) for number, shard in shards]))
+    return filled(root, _values(blobs, [(number, shard.digest, shard.name) for number, shard in shards]), most)
 
 
 def _values(blobs: Blobs, wanted: list[tuple[int, str, str]]) -> Iterator[tuple[int, bytes]]:
@@ -116,19 +98,13 @@ def _values(blobs: Blobs, wanted: list[tuple[int, str, str]]) -> Iterator[tuple[
             if value is None:
                 value = next(came)
                 if value is None or digest_of(value) != digest:
-                    hint = "push again from a store that is whole"
-                    raise DamagedError(f"the catalogue of {blobs.url} is lost or damaged", hint)
+                    raise DamagedError(f"the catalogue of {blobs.url} is lost or damaged", PUSH_AGAIN)
                 copies.put(digest, value)
             yield number, value
 
 
 def keep_copies(blobs: Blobs, digest: str, root: Catalogue) -> None:
     CatalogueCache(blobs.url).keep({digest, *(shard.digest for shard in root.shards if shard is not None)})
-
-
-def read_catalogue(blobs: Blobs) -> Catalogue:
-    """Read the whole catalogue. Raises StoreNotFoundError if nothing was pushed, and as :func:`read_head`."""
-    return _of_head(blobs, in_force)[1]
 
 
 def check_same_identity(mine: dict[str, object], other: dict[str, object], url: str) -> None:
@@ -138,6 +114,59 @@ def check_same_identity(mine: dict[str, object], other: dict[str, object], url: 
             f"the store at {url} was made with another {', '.join(differs)}",
             "take another place (--store, or a database, ?prefix= or folder), or ingest with the same settings",
         )
+
+
+# ---- copies on this machine --------------------------------------------------------------------------------------
+
+
+def cache_folder(kind: str, url: str) -> Path:
+    digest = hashlib.blake2b(place_of(url).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+    return cache_dir() / kind / digest
+
+
+class CatalogueCache:
+    """Values by their digests, in kvtool's cache folder. Where none can be kept, none is; nor of a pack, a file."""
+
+    def __init__(self, url: str) -> None:
+        self._folder: Path | None = None
+        with suppress(KvtoolError):
+            self._folder = cache_folder("catalogues", url) if is_url(url) else None
+
+    def get(self, digest: str) -> bytes | None:
+        with suppress(OSError):
+            if self._folder is not None and digest_of(value := (self._folder / digest).read_bytes()) == digest:
+                return value
+        return None
+
+    def put(self, digest: str, value: bytes) -> None:
+        """Keep a value. It need not survive a crash: what is cut off is fetched again."""
+        if self._folder is not None:
+            with suppress(OSError):
+                make_folder(self._folder)
+                handle = os.open(self._folder / digest, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+                with open(handle, "wb") as file:
+                    file.write(value)
+
+    def keep(self, digests: Collection[str]) -> None:
+        with suppress(OSError):
+            for path in self._folder.iterdir() if self._folder is not None else ():
+                if path.name not in digests:
+                    path.unlink(missing_ok=True)
+
+
+class LazyCatalogue:
+    """The chunks of a catalogue; a shard is read when one of its chunks is first asked for."""
+
+    def __init__(self, blobs: Blobs, root: Catalogue) -> None:
+        self._blobs, self._root = blobs, root
+        self._read = dict[int, Mapping[str, Chunk]]()
+
+    def get(self, key: str) -> Chunk | None:
+        """Raises RemoteError, DamagedError."""
+        number = number_of(key, len(self._root.shards))
+        if number not in self._read:
+            self._read[number] = with_shards(self._blobs, self._root, [number]).chunks
+        return self._read[number].get(key)
 
 
 # ---- shards ------------------------------------------------------------------------------------------------------
@@ -195,13 +224,16 @@ def pack_root(catalogue: Catalogue, key: SigningKey | None = None) -> bytes:
     return packed(canonical({"format": FORMAT, **catalogue.facts(), "shards": catalogue.shards}, catalogue.proof, key))
 
 
-def open_root(value: dict[str, Any]) -> Catalogue:
+def open_root(data: bytes) -> Catalogue:
+    """Inverse of :func:`pack_root`; checks every part. Raises DamagedError, StoreFormatError."""
     try:
+        value = unpacked(data)
+        check_format(value["format"])
         shards = tuple(map(_shard_row, validation.list_of(value["shards"])))
         if len(shards).bit_count() != 1 or len(shards) > 1 << _MOST_BITS:
             raise ValueError("shards of another number than a power of two")
         return Catalogue(*facts_of(value), shards=shards, proof=proof_in(value))
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, zstandard.ZstdError) as error:
         raise unreadable(error) from error
 
 
@@ -228,7 +260,7 @@ def open_shard(data: bytes, number: int, count: int, left_out: list[tuple[str, s
 
 
 @paused_collection()  # of a million entries a look for garbage costs a tenth of what making them does
-def filled(root: Catalogue, entries: Iterable[tuple[int, bytes]]) -> Catalogue:
+def filled(root: Catalogue, entries: Iterable[tuple[int, bytes]], most: int) -> Catalogue:
     """Return a root with what the shards of these numbers describe. Raises DamagedError."""
     files, chunks, left_out = dict[str, File](), dict[str, Chunk](), list[tuple[str, str]]()
     for number, data in entries:
@@ -236,62 +268,171 @@ def filled(root: Catalogue, entries: Iterable[tuple[int, bytes]]) -> Catalogue:
         some_files, some_chunks = open_shard(data, number, len(root.shards), left_out)
         if shard is None or (shard.files, shard.chunks) != (len(some_files), len(some_chunks)):
             raise unreadable(ValueError("a shard describes another number of files or chunks"))
+        most -= zstandard.frame_content_size(data)
+        if most < 0:
+            raise unreadable(ValueError("its shards unpack to too much"))
         files |= some_files
         chunks |= some_chunks
     return replace(root, files=files, chunks=chunks, left_out=tuple(left_out))
 
 
-# ---- copies on this machine --------------------------------------------------------------------------------------
+# ---- as JSON, of which every part is checked for what it can be ----------------------------------------------------
+
+MARK_BYTES = 16
+SEAL_BYTES = 32
+_MOST_UNPACKED = 2**29
+_MOST_RATIO = 32  # to one
+
+Entries = tuple[dict[str, File], dict[str, Chunk]]
 
 
-def cache_folder(kind: str, url: str) -> Path:
-    digest = hashlib.blake2b(place_of(url).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
-    return cache_dir() / kind / digest
+def canonical(value: dict[str, Any], proof: Proof | None = None, key: SigningKey | None = None) -> bytes:
+    """Return a catalogue's JSON, the same for the same catalogue; with the signature of a key, else with `proof`."""
+    plain = _json(value)
+    proof = proof if key is None else key.sign(hashlib.blake2b(plain).digest())
+    return plain if proof is None else _json(value | {"signature": proof_row(proof)})
 
 
-class CatalogueCache:
-    """Values by their digests, in kvtool's cache folder. Where none can be kept, none is."""
-
-    def __init__(self, url: str) -> None:
-        self._folder: Path | None = None
-        with suppress(KvtoolError):
-            self._folder = cache_folder("catalogues", url)
-
-    def get(self, digest: str) -> bytes | None:
-        with suppress(OSError):
-            if self._folder is not None and digest_of(value := (self._folder / digest).read_bytes()) == digest:
-                return value
+def proof_in(value: dict[str, Any]) -> Proof | None:
+    row = value.get("signature")
+    if row is None:
         return None
-
-    def put(self, digest: str, value: bytes) -> None:
-        """Keep a value. It need not survive a power loss: what is damaged is fetched again."""
-        if self._folder is None:
-            return
-        with suppress(OSError):
-            make_folder(self._folder)
-            temporary = self._folder / new_name()
-            handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with open(handle, "wb") as file:
-                file.write(value)
-            temporary.rename(self._folder / digest)
-
-    def keep(self, digests: Collection[str]) -> None:
-        with suppress(OSError):
-            for path in self._folder.iterdir() if self._folder is not None else ():
-                if path.name not in digests and not path.name.startswith(TEMPORARY):
-                    path.unlink(missing_ok=True)
+    rest = {name: part for name, part in value.items() if name != "signature"}
+    return proof_of(validation.object_of(row), hashlib.blake2b(_json(rest)).digest())
 
 
-class LazyCatalogue:
-    """The chunks of a catalogue; a shard is read when one of its chunks is first asked for."""
+def _json(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
-    def __init__(self, blobs: Blobs, root: Catalogue) -> None:
-        self._blobs, self._root = blobs, root
-        self._read = dict[int, Mapping[str, Chunk]]()
 
-    def get(self, key: str) -> Chunk | None:
-        """Raises RemoteError, DamagedError."""
-        number = number_of(key, len(self._root.shards))
-        if number not in self._read:
-            self._read[number] = with_shards(self._blobs, self._root, [number]).chunks
-        return self._read[number].get(key)
+def facts_of(value: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str], tuple[str, ...]]:
+    meta = {
+        validation.name_of(name): validation.hex_of(mark, MARK_BYTES)
+        for name, mark in validation.object_of(value["meta"]).items()
+    }
+    profiles = tuple(validation.hex_of(row, MARK_BYTES) for row in validation.list_of(value["profiles"]))
+    return validation.identity_of(value["identity"]), meta, profiles
+
+
+def unreadable(error: Exception) -> DamagedError:
+    return DamagedError(f"the shared store's catalogue cannot be read: {error}", PUSH_AGAIN)
+
+
+def packed(text: bytes) -> bytes:
+    return zstandard.ZstdCompressor(level=3, write_checksum=True).compress(text)
+
+
+def unpacked(data: bytes) -> dict[str, Any]:
+    """Inverse of :func:`packed`. JSON that is mostly digests compresses little: a much better ratio is refused."""
+    size = zstandard.frame_content_size(data)
+    if not 0 <= size <= min(_MOST_UNPACKED, _MOST_RATIO * len(data) + 2**16):
+        raise ValueError("its size is out of bounds")
+    return validation.object_of(validation.strict_json(zstandard.ZstdDecompressor().decompress(data)))
+
+
+def rows_of(files: Mapping[str, File], chunks: Mapping[str, Chunk]) -> dict[str, Any]:
+    numbers = {pack: number for number, pack in enumerate(sorted({place.pack for place in places_of(files, chunks)}))}
+    return {
+        "packs": list(numbers),
+        "files": {
+            key: [row.mark, row.mtime_ns, row.foreign, *_placed(row.place, numbers)] for key, row in files.items()
+        },
+        "chunks": {
+            key: [
+                row.mark,
+                row.layers,
+                {name: _level_row(level, numbers) for name, level in row.levels.items()},
+                row.foreign,
+                *_placed(row.place, numbers),
+            ]
+            for key, row in chunks.items()
+        },
+    }
+
+
+def _placed(place: Place | None, numbers: Mapping[Pack, int]) -> list[int]:
+    return [] if place is None else [numbers[place.pack], place.start, place.lengths[0]]
+
+
+def _level_row(level: Level, numbers: Mapping[Pack, int]) -> list[Any]:
+    row: list[Any] = [level.size, level.mark, level.base, level.maker, level.seal]
+    if level.place is not None:
+        lengths = level.place.lengths
+        row += [numbers[level.place.pack], level.place.start, [] if len({*lengths}) == 1 else [*lengths]]
+    return row
+
+
+# ---- JSON -> entries, each checked for what it can be ------------------------------------------------------------
+
+
+def entries_of(value: dict[str, Any], left_out: list[tuple[str, str]]) -> Entries:
+    """Inverse of :func:`rows_of`. `left_out` receives the entries that cannot be used, and why."""
+    packs = [_pack(row) for row in validation.list_of(value["packs"])]
+    files = {
+        validation.hex_of(key, ID_BYTES): _file(row, packs) for key, row in validation.object_of(value["files"]).items()
+    }
+    chunks = {
+        validation.hex_of(key, ID_BYTES): _chunk(key, row, packs, left_out)
+        for key, row in validation.object_of(value["chunks"]).items()
+    }
+    return files, chunks
+
+
+def _file(value: Any, packs: list[Pack]) -> File:
+    mark, mtime_ns, foreign = validation.list_of(validation.list_of(value)[:3], 3)
+    mtime_ns = validation.count_of(mtime_ns, -validation.INT64, validation.INT64)
+    place = _place(value[3:], packs)
+    return File(validation.hex_of(mark, MARK_BYTES), mtime_ns, place, validation.flag_of(foreign))
+
+
+def _chunk(key: str, value: Any, packs: list[Pack], left_out: list[tuple[str, str]]) -> Chunk:
+    mark, layers, levels, foreign = validation.list_of(validation.list_of(value)[:4], 4)
+    layers = validation.count_of(layers, 0, MOST_LAYERS)  # 0: of a model that keeps states, no KV of chunks is stored
+    by_name = {name: _level(name, row, layers, packs) for name, row in validation.object_of(levels).items()}
+    for name in reversed(nested(by_name)):  # coarsest first: what refines nothing is of no use to what refines it
+        base = by_name[name].base
+        if base is not None and base not in by_name:
+            del by_name[name]
+            left_out.append((f"chunk {key} at level {name}", f"level {base}, which it refines, is not there"))
+    place = _place(value[4:], packs)
+    return Chunk(validation.hex_of(mark, MARK_BYTES), layers, by_name, place, validation.flag_of(foreign))
+
+
+def _level(name: str, value: Any, layers: int, packs: list[Pack]) -> Level:
+    placed = validation.list_of(value)[5:]
+    size, mark, base, maker, seal = validation.list_of(value[:5], 5)
+    if name not in LEVELS:
+        raise ValueError(f"there is no level {name[:20]!r} here: a newer kvtool made it")
+    if base is not None and base != coarser(name):
+        raise ValueError(f"nothing at level {name} refines level {str(base)[:20]!r}")
+    return Level(
+        validation.count_of(size, layers * OVERHEAD_BYTES, MOST_LEVEL_BYTES),
+        validation.hex_of(mark, MARK_BYTES),
+        base,
+        None if maker is None else validation.hex_of(maker, MARK_BYTES),
+        _place(placed, packs, layers, size),
+        None if seal is None else validation.hex_of(seal, SEAL_BYTES),
+    )
+
+
+def _pack(value: Any) -> Pack:
+    digest, size = validation.list_of(value, 2)
+    return Pack(validation.hex_of(digest, MARK_BYTES), validation.count_of(size, 1, MOST_BYTES))
+
+
+def _place(value: list[Any], packs: list[Pack], layers: int = 1, size: int | None = None) -> Place | None:
+    """Read the place of a description, or of the records of all layers, of so many bytes together."""
+    if not value:
+        return None
+    number, start, lengths = validation.list_of(value, 3)
+    pack = packs[validation.count_of(number, 0, len(packs) - 1)]
+    if size is None:
+        size, lengths = validation.count_of(lengths, OVERHEAD_BYTES, pack.size), [lengths]
+    elif layers and not validation.list_of(lengths):
+        lengths = [size // layers] * layers
+    validation.count_of(start, 0, pack.size - size)
+    for length in validation.list_of(lengths, layers):
+        validation.count_of(length, OVERHEAD_BYTES, size)
+    if sum(lengths) != size:
+        raise ValueError("records of another size than their level")
+    return Place(pack, start, tuple(lengths))

@@ -30,7 +30,7 @@ _LOCK = "head.lock"
 _LOCK_WAIT = 10.0  # seconds; a replacement takes milliseconds
 _LEASES = "push"  # the folder of what is held
 _ESCAPED = {"%": "%25", "?": "%3F", "#": "%23"}  # so that what is shown is taken again; others stay as people read them
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def from_url(url: str, timeout: float) -> FolderBlobs:
@@ -154,7 +154,7 @@ class FolderBlobs:
             if not isinstance(found, int):
                 return found
             size = os.fstat(found).st_size
-            value = _read_at(found, 0, size + 1) if size <= most else b""  # it may be growing
+            value = read_at(found, 0, size + 1) if size <= most else b""  # it may be growing
         return value if len(value) <= most else b""
 
     def _wanted(self, wanted: BlobRequest) -> bytes | None:
@@ -163,7 +163,7 @@ class FolderBlobs:
         with self._explained("read"), _plain_file(self._root / wanted.pack) as found:
             if not isinstance(found, int):
                 return found
-            return _read_at(found, wanted.start, min(wanted.most, os.fstat(found).st_size))
+            return read_at(found, wanted.start, min(wanted.most, os.fstat(found).st_size))
 
     def _write(self, parts: tuple[str, ...], values: Mapping[str, bytes]) -> None:
         with opened(self._root, parts, make=True) as folder:
@@ -210,7 +210,7 @@ class FolderBlobs:
         except NoSpaceError:
             raise
         except OSError as error:
-            if error.errno in _FULL:
+            if error.errno in FULL:
                 raise NoSpaceError(f"{self.url} is full", "free some space there, or push elsewhere") from error
             hint = "check that the folder is mounted and yours"
             raise RemoteError(f"{self.url} cannot be {what}: {error.strerror or error}", hint) from error
@@ -236,7 +236,7 @@ def _plain_file(path: Path) -> Iterator[int | bytes | None]:
         os.close(handle)
 
 
-def _read_at(handle: int, start: int, size: int) -> bytes:
+def read_at(handle: int, start: int, size: int) -> bytes:
     parts: list[bytes] = []
     while size > 0 and (part := os.pread(handle, size, start)):
         parts.append(part)

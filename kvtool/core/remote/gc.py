@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 from kvtool.core.common.types import Events
-from kvtool.core.errors import DamagedError, KvtoolError, RemoteError, StoreFormatError, UsageError
+from kvtool.core.errors import DamagedError, KvtoolError, RemoteError, StoreFormatError, StoreNotFoundError, UsageError
 from kvtool.core.remote.blobs import LEASES, Blobs
 from kvtool.core.remote.catalogue import HEAD, Catalogue, catalogue_name, digest_of, is_own, unseal_head
 from kvtool.core.remote.catalogue_io import read_head, root_of, with_shards
@@ -20,13 +20,8 @@ _AT_ONCE = 1000
 
 
 def own_names(names: set[str]) -> set[str]:
-    nested = {name.removesuffix(HEAD) for name in names if name.endswith(f"/{HEAD}")}
-    return {name for name in names if is_own(name) and not (nested and _is_below(name, nested))}
-
-
-def _is_below(name: str, nested: set[str]) -> bool:
-    parts = name.split("/")
-    return any("/".join(parts[:depth]) + "/" in nested for depth in range(1, len(parts)))
+    nested = tuple(name.removesuffix(HEAD) for name in names if name.endswith(f"/{HEAD}"))
+    return {name for name in names if is_own(name) and not name.startswith(nested)}
 
 
 def check_ours(blobs: Blobs) -> None:
@@ -123,10 +118,11 @@ class GarbageCollector:
                 continue
         return names
 
-    def _in_force(self) -> tuple[bytes | None, set[str]]:
-        head, catalogue = read_head(self.blobs)
-        if head is None or catalogue is None:
-            raise RemoteError(f"the head of {self.blobs.url} has vanished", "push again")
+    def _in_force(self) -> tuple[bytes, set[str]]:
+        try:
+            head, catalogue = read_head(self.blobs)
+        except StoreNotFoundError:
+            raise RemoteError(f"the head of {self.blobs.url} has vanished", "push again") from None
         return head, {HEAD, catalogue_name(unseal_head(head).catalogue), *catalogue.blobs()}
 
     def _delete(self, names: list[str]) -> None:

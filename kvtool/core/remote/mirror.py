@@ -23,20 +23,21 @@ from kvtool.core.errors import (
 )
 from kvtool.core.remote import values
 from kvtool.core.remote.blobs import TIMEOUT, Blobs, open_blobs
-from kvtool.core.remote.catalogue import Catalogue, Chunk, digest_of
+from kvtool.core.remote.catalogue import Catalogue, Chunk, digest_of, unseal_head
 from kvtool.core.remote.catalogue_io import (
     LazyCatalogue,
     cache_folder,
-    catalogue_in,
     check_same_identity,
     keep_copies,
     number_of,
+    open_root,
     pack_root,
-    read_root,
+    read_head,
     with_shards,
 )
-from kvtool.core.remote.pull import adopt
+from kvtool.core.remote.pull import PullJob
 from kvtool.core.remote.report import TransferReport
+from kvtool.core.remote.selection import Origins
 from kvtool.core.remote.tier import CATALOGUE, Tier, default_budget, evict_for_files, evict_some
 
 
@@ -50,14 +51,14 @@ def open_shared(url: str, *, timeout: float = TIMEOUT, lock_wait: float = 0.0, w
     RemoteError, StoreNotFoundError if that is empty."""
     blobs, place = open_blobs(url, timeout), local_place(url)
     try:
-        digest, root = read_root(blobs)
+        head, root = read_head(blobs, whole=False)
     except (RemoteError, DamagedError, StoreNotFoundError) as error:
         blobs.close()
         return _alone(place, warn, error)
     store: Store | None = None
     try:
         store = Store.create_or_open(place)
-        mirror = MirrorUpdater(store, blobs, digest, root, timeout, warn)
+        mirror = MirrorUpdater(store, blobs, unseal_head(head).catalogue, root, timeout, warn)
         if mirror.sync_catalogue(lock_wait):
             store.link = Tier(store, blobs, LazyCatalogue(blobs, root), mirror.mark, timeout, warn)
         return store
@@ -131,7 +132,7 @@ class MirrorUpdater:
             changed, then = {*range(count)}, None
             with suppress(OSError, KvtoolError):  # then all may have changed
                 packed = last.read_bytes()
-                before = catalogue_in(packed)
+                before = open_root(packed)
                 if adopted == {"catalogue": digest_of(packed), "damaged": False} and len(before.shards) == count:
                     changed = {number for number in changed if self._root.shards[number] != before.shards[number]}
                 then = with_shards(
@@ -156,11 +157,13 @@ class MirrorUpdater:
         self._store.write_side(_ADOPTED, {"catalogue": self.mark, "damaged": bool(report.damaged)})
 
     def _described(self, writer: Writer, now: Catalogue, within: Callable[[str], bool]) -> TransferReport:
+        report = TransferReport("pull", self._blobs.url)
+        origins = Origins(HERE, self._blobs.url, mirror=True)
+        job = PullJob(self._store, writer, self._blobs, origins, report, self._timeout, mirror=within)
         while True:
             try:
-                return adopt(
-                    self._store, writer, self._blobs, now, HERE, (), True, timeout=self._timeout, mirror=within
-                )
+                job.run(now, (), delete=True)
+                return report
             except NoSpaceError:
                 if not evict_some(self._store, writer):
                     raise

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import random
 import re
 import time
 from collections import Counter
@@ -22,7 +20,6 @@ from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 
 from kvtool.core.common.installing import extra_line
-from kvtool.core.common.json_text import parsed
 from kvtool.core.common.urls import for_people, is_host
 from kvtool.core.errors import KvtoolError, NoSpaceError, RemoteError, UsageError
 from kvtool.core.remote.blobs import TIMEOUT, RangeReader, RangeRequest, lease_is_valid, seconds_held
@@ -32,11 +29,10 @@ if TYPE_CHECKING:
     from obstore import ObjectMeta, UpdateVersion
     from obstore.store import ObjectStore
 
-_LEASES = "push"  # the object of what is held
+_LEASES = "push"  # the folder of what is held
 _RESOLUTION = 1.0  # seconds, of an object's time
 _AT_ONCE = 16  # requests
 _MANY = 100  # sizes, for which a folder is listed
-_TRIES = 20  # of a change that others make, too
 _MOST_IN_ONE = 64 * 2**20  # bytes that are sent in one request
 _PIECE = 64 * 2**10  # bytes of an answer that are worth a look
 
@@ -63,7 +59,7 @@ class ObjectBlobs:
         """Many of one folder are listed, a thousand in a request; missing ones are asked for."""
         folders, wanted = Counter(name.partition("/")[0] for name in names), {*names}
         many = [folder for folder, count in folders.items() if count > _MANY]
-        listed = {name: size for folder in many for name, size in self._list(folder) if name in wanted}
+        listed = {one["path"]: one["size"] for folder in many for one in self._list(folder) if one["path"] in wanted}
         lacking = [name for name in names if name not in listed]
         listed |= dict(zip(lacking, self._sizes(lacking), strict=True))
         return [listed[name] for name in names]
@@ -89,18 +85,30 @@ class ObjectBlobs:
 
     def compare_and_swap(self, name: str, before: bytes | None, after: bytes) -> bool:
         value, meta = self._value(name)
-        return value == before and self._replace(name, meta, after)
+        if value != before:
+            return False
+        known = (("e_tag", meta["e_tag"]), ("version", meta["version"])) if meta is not None else ()
+        version = cast("UpdateVersion", {key: value for key, value in known if value is not None})
+        with suppress(FileNotFoundError), self._changing():
+            try:
+                obstore.put(self._sending, name, after, mode=version or "create", use_multipart=False)
+                return True
+            except (AlreadyExistsError, PreconditionError):
+                return False
+            except BaseError as error:
+                if status_of(str(error)) != 409:  # two at the same moment
+                    raise
+        return False
 
     def names(self, below: str = "") -> Iterator[str]:
-        for name, _ in self._list(below.rpartition("/")[0]):
-            if name.startswith(below) and name != _LEASES:
-                yield name
+        names = (found["path"] for found in self._list(below.rpartition("/")[0]))
+        return (name for name in names if name.startswith(below) and not name.startswith(f"{_LEASES}/"))
 
-    def _list(self, folder: str) -> Iterator[tuple[str, int]]:
+    def _list(self, folder: str) -> Iterator[ObjectMeta]:
         with self._changing():
             listed = 0
             for page in obstore.list(self._store, prefix=folder or None):
-                yield from ((str(found["path"]), int(found["size"])) for found in page)
+                yield from page
                 listed += len(page)
                 if listed > MOST_NAMES:
                     raise RemoteError(f"{self.url} lists names without an end", "check the address of the service")
@@ -118,16 +126,23 @@ class ObjectBlobs:
                 self._each(one, names)
 
     def hold(self, name: str) -> None:
-        """One object holds all leases; the one that was written last has the object's own time."""
-        self._lease(lambda held, at: _valid(held, at) | {name: None})
+        """The object's time counts, which the service sets."""
+        self.put({f"{_LEASES}/{name}": b"1"})
 
     def held(self) -> set[str]:
-        value, meta = self._value(_LEASES)
-        at = _time_of(meta)
-        return {*_valid(_leases(value, at), at)}
+        times = dict[str, float]()
+        for found in self._list(_LEASES):
+            name = found["path"].removeprefix(f"{_LEASES}/")
+            with suppress(KeyError):
+                seconds_held(name)  # one of ours
+                times[name] = found["last_modified"].timestamp()
+        now = max(times.values(), default=0.0) - _RESOLUTION
+        over = {name for name, at in times.items() if not lease_is_valid(name, at, now)}
+        self.delete([f"{_LEASES}/{name}" for name in over])
+        return times.keys() - over
 
     def release(self, name: str) -> None:
-        self._lease(lambda held, at: {each: when for each, when in held.items() if each != name})
+        self.delete([f"{_LEASES}/{name}"])
 
     def reader(self) -> RangeReader:
         return RangeReader(self._pieces)
@@ -181,30 +196,6 @@ class ObjectBlobs:
         """Open the same place with a longer timeout: an answer comes after all of a value was sent."""
         return open_objects(self._address, self._timeout, writing=True)
 
-    def _replace(self, name: str, meta: ObjectMeta | None, after: bytes) -> bool:
-        known = (("e_tag", meta["e_tag"]), ("version", meta["version"])) if meta is not None else ()
-        version = cast("UpdateVersion", {key: value for key, value in known if value is not None})
-        with suppress(FileNotFoundError), self._changing():
-            try:
-                obstore.put(self._sending, name, after, mode=version or "create", use_multipart=False)
-                return True
-            except (AlreadyExistsError, PreconditionError):
-                return False
-            except BaseError as error:
-                if status_of(str(error)) != 409:  # two at the same moment
-                    raise
-        return False
-
-    def _lease(self, change: Callable[[Mapping[str, float], float], dict[str, float | None]]) -> None:
-        for _ in range(_TRIES):
-            value, meta = self._value(_LEASES)
-            at = _time_of(meta)
-            after = json.dumps(change(_leases(value, at), at), sort_keys=True).encode()
-            if self._replace(_LEASES, meta, after):
-                return
-            time.sleep(random.uniform(0.01, 0.1))
-        raise RemoteError(f"{self.url} changes all the time", "try again when no other push runs")
-
     # ---- both ----
 
     def _each(self, job: Callable[[str], _T], names: Sequence[str]) -> list[_T]:
@@ -229,24 +220,6 @@ class ObjectBlobs:
             raise RemoteError(f"{self.url} can only be read", "push to where it may be written")
         with self._explained():
             yield
-
-
-def _time_of(meta: ObjectMeta | None) -> float:
-    return meta["last_modified"].timestamp() if meta is not None else 0.0
-
-
-def _leases(value: bytes | None, at: float) -> dict[str, float]:
-    """Return the leases with the time of their last renewal: that of the object where no time is given."""
-    found: dict[str, float] = {}
-    with suppress(ValueError, AttributeError, KeyError, TypeError):
-        for name, held in parsed(value or b"{}").items():
-            seconds_held(name)  # one of ours
-            found[name] = at if held is None else float(held)
-    return found
-
-
-def _valid(leases: Mapping[str, float], now: float) -> dict[str, float]:
-    return {name: renewed for name, renewed in leases.items() if lease_is_valid(name, renewed, now - _RESOLUTION)}
 
 
 # ---- the place of a URL, with the credentials of the environment, a profile or the machine's role ----------------

@@ -2,36 +2,44 @@
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from kvtool.core.cache import tables
 from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry
 from kvtool.core.cache.identity import HERE, ORIGIN, Origin
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
-from kvtool.core.codec.levels import level_of
 from kvtool.core.common.types import Events
-from kvtool.core.errors import DamagedError, NoSpaceError, RemoteError, StoreFormatError, StoreNotFoundError, UsageError
+from kvtool.core.errors import DamagedError, NoSpaceError, RemoteError, StoreNotFoundError
 from kvtool.core.remote import values
-from kvtool.core.remote.blobs import TIMEOUT, Blobs, Readable, open_blobs
-from kvtool.core.remote.catalogue import Catalogue, Chunk, File, Place, chunk_name, digest_of, file_name, records_wanted
+from kvtool.core.remote.blobs import Blobs, Readable, open_blobs
+from kvtool.core.remote.catalogue import Catalogue, Chunk, Place, chunk_name, digest_of, file_name, records_wanted
 from kvtool.core.remote.catalogue_io import check_same_identity, read_catalogue
 from kvtool.core.remote.options import PullOptions
 from kvtool.core.remote.prefetch import Group, batches, fetch_groups
 from kvtool.core.remote.report import TransferReport
+from kvtool.core.remote.selection import (
+    Bundle,
+    Origins,
+    Within,
+    check_share,
+    only_here,
+    takeable,
+    wanted_files,
+    wanted_records,
+)
 from kvtool.core.remote.signing import Trust
 from kvtool.core.remote.validation import MOST_BYTES
 from kvtool.core.remote.values import join_codec
-from kvtool.core.session.identity import StoreIdentity
 
+_DEFAULTS = PullOptions()
 _COMMITTED_AT_ONCE = 1024  # descriptions in one transaction
 _HELD_BYTES = 2**26  # of descriptions that wait to be put into order; of many
 # Bytes for each, a quarter of the catalogue's own memory: so each page is visited only a few times.
@@ -46,99 +54,60 @@ _TRIES = 9  # while pushes come in between and delete what is just fetched
 def pull(
     path: Path,
     blobs: Blobs,
+    options: PullOptions = _DEFAULTS,
     *,
-    levels: Sequence[str] | None = None,
-    delete: bool = False,
-    trust: Trust | None = None,
-    lock_wait: float = 0.0,
-    max_size: int | None = None,
-    timeout: float = TIMEOUT,
-    yes: bool = False,
+    store: StoreOptions | None = None,
     events: Events | None = None,
 ) -> TransferReport:
     """Bring a store up to date with a shared store; a missing store is created. Run again to resume.
 
-    `levels`: of the KV that is fetched, with those that they refine; None: all; none: descriptions only. `delete`:
-    remove files that the shared store does not have, more than half only with `yes`. `trust` None: nobody, so that the
-    store's own documents and their KV stay as they are. `timeout`: seconds to wait for a value.
+    A level comes with those that it refines. Where nobody is trusted, the store's own documents and their KV stay as
+    they are. `store` may require a signature.
 
-    Raises StoreNotFoundError (nothing was pushed), StoreFormatError (another model), UntrustedError, RemoteError. What
-    came stays.
+    Raises StoreNotFoundError (nothing was pushed), StoreFormatError (another model), UntrustedError, RemoteError,
+    UsageError (more than half would be deleted). What came stays.
     """
-    catalogue, trust = read_catalogue(blobs), trust or Trust()
-    origin = trust.origin(catalogue.proof, blobs.url)
-    with Store.create_or_open(path) as store, store.writer(lock_wait, max_size) as writer:
-        if events is not None and catalogue.identity.get("keeps_states") and not store.stretches():
+    if options.dry_run:
+        return _preview(path, blobs, options, options.trusted(store))
+    started, trust, levels = time.perf_counter(), options.trusted(store), options.levels or None
+    catalogue, report = read_catalogue(blobs), TransferReport("pull", blobs.url)
+    origin = report.judge(trust, catalogue.proof)
+    with Store.create_or_open(path) as local, local.writer(options.lock_wait, options.max_size) as writer:
+        if events is not None and catalogue.identity.get("keeps_states") and not local.stretches():
             events.warn(
                 "a shared store holds no states, so none of this model come: questions compute and keep them here",
                 "a pack of `kvtool store export` has them, for `kvtool store import`",
             )
-        before: TransferReport | None = None
+        job = PullJob(local, writer, blobs, Origins(origin, blobs.url), report, options.remote_timeout, events)
         for _ in range(_TRIES):
-            if delete and not yes:
-                check_share(store, catalogue, blobs.url, origin)
-            report = adopt(store, writer, blobs, catalogue, origin, levels, delete, timeout=timeout, events=events)
-            report.signer = trust.signer(catalogue.proof)
-            if before is not None:
-                report.goes_on_from(before)
+            if options.delete and not options.yes:
+                check_share(local, catalogue, blobs.url, origin)
+            job.run(catalogue, levels, options.delete)
             if not report.damaged or (latest := read_catalogue(blobs)) == catalogue:
                 break
-            before, catalogue = report, latest  # what did not come may have been deleted with the one before
-            origin = trust.origin(catalogue.proof, blobs.url)
-        return report
-
-
-def adopt(
-    store: Store,
-    writer: Writer,
-    blobs: Readable,
-    catalogue: Catalogue,
-    origin: Origin,
-    levels: Sequence[str] | None,
-    delete: bool = False,
-    newer: bool = False,
-    timeout: float = TIMEOUT,
-    events: Events | None = None,
-    mirror: Within | None = None,
-) -> TransferReport:
-    """Bring a store up to date with a catalogue, through a writer at hand; see `pull`.
-
-    `newer`: of a file in two versions take the one changed last; else the catalogue's. A foreign `origin` replaces no
-    documents but its own, gives no KV to chunks that other documents use, and no measured losses. `mirror`: True for a
-    key that the catalogue covers; what is here of others stays.
-    """
-    started = time.perf_counter()
-    report = TransferReport("pull", blobs.url, origin=origin.name, trusted=not origin.is_foreign)
-    origins = Origins(origin, blobs.url, mirror=mirror is not None)
-    job = _Pull(store, writer, blobs, origins, report, timeout, events or Events(), mirror)
-    job.run(catalogue, levels, delete, newer)
+            catalogue = latest  # what did not come may have been deleted with the one before
+            origin = report.judge(trust, catalogue.proof)
+            job.origins = Origins(origin, blobs.url)
     report.seconds = time.perf_counter() - started
     return report
 
 
-def preview(
-    path: Path, blobs: Blobs, *, levels: Sequence[str] | None = None, delete: bool = False, trust: Trust | None = None
-) -> TransferReport:
-    started = time.perf_counter()
-    catalogue = read_catalogue(blobs)
-    origin = (trust or Trust()).origin(catalogue.proof, blobs.url)
-    trusted = not origin.is_foreign
-    report = TransferReport("pull", blobs.url, dry_run=True, origin=origin.name, trusted=trusted)
-    report.signer = (trust or Trust()).signer(catalogue.proof)
-    try:
-        with Store.open(path) as store:
+def _preview(path: Path, blobs: Blobs, options: PullOptions, trust: Trust) -> TransferReport:
+    started, levels = time.perf_counter(), options.levels or None
+    catalogue, report = read_catalogue(blobs), TransferReport("pull", blobs.url, dry_run=True)
+    origin = report.judge(trust, catalogue.proof)
+    origins = Origins(origin, blobs.url)
+    with TemporaryDirectory() as empty:
+        try:
+            opened = Store.open(path)
+        except StoreNotFoundError:
+            opened = Store.create_or_open(Path(empty) / "store")
+        with opened as store:
             if mine := store.manifest():
                 check_same_identity(catalogue.identity, mine.get("identity", {}), str(path))
-            origins = Origins(origin, blobs.url)
             files, report.conflicting_files = wanted_files(store, catalogue, False, origins)
             records, report.chunks.unchanged = wanted_records(store, takeable(store, catalogue, origins), levels)
-            report.removed = len(only_here(store, catalogue, origin)) if delete else 0
-    except StoreNotFoundError:
-        files = list(catalogue.files)
-        records = [
-            (key, Bundle(tuple(with_bases(chunk, chunk.levels if levels is None else levels))))
-            for key, chunk in catalogue.chunks.items()
-        ]
+            report.removed = len(only_here(store, catalogue, origin)) if options.delete else 0
     report.files.transferred, report.files.unchanged = len(files), len(catalogue.files) - len(files)
     report.chunks.transferred = sum(len(bundle.levels) for _, bundle in records)
     report.bytes = sum(catalogue.chunks[key].levels[level].size for key, bundle in records for level in bundle.levels)
@@ -149,37 +118,34 @@ def preview(
 def pull_from(
     url: str, folder: Path, options: PullOptions, events: Events, store: StoreOptions | None = None
 ) -> TransferReport:
-    levels, trust = options.levels or None, options.trusted(store)
     with closing(open_blobs(url, options.remote_timeout)) as blobs:
-        if options.dry_run:
-            return preview(folder, blobs, levels=levels, delete=options.delete, trust=trust)
-        return pull(
-            folder,
-            blobs,
-            levels=levels,
-            delete=options.delete,
-            trust=trust,
-            lock_wait=options.lock_wait,
-            max_size=options.max_size,
-            timeout=options.remote_timeout,
-            yes=options.yes,
-            events=events,
-        )
+        return pull(folder, blobs, options, store=store, events=events)
 
 
 @dataclass
-class _Pull:
+class PullJob:
+    """An update of a store to a catalogue, through a writer at hand; `report` counts it, also over several runs.
+
+    A foreign origin replaces no documents but its own, gives no KV to chunks that other documents use, and no measured
+    losses. `mirror`: True for a key that the catalogue covers; what is here of others stays.
+    """
+
     store: Store
     writer: Writer
     blobs: Readable
     origins: Origins
     report: TransferReport
     timeout: float
-    events: Events
-    mirror: Within | None
+    events: Events | None = None
+    mirror: Within | None = None
     unpacked: int = 0  # bytes of documents that came
 
-    def run(self, catalogue: Catalogue, levels: Sequence[str] | None, delete: bool, newer: bool) -> None:
+    def run(
+        self, catalogue: Catalogue, levels: Sequence[str] | None, delete: bool = False, newer: bool = False
+    ) -> None:
+        """`levels`: of the KV that is fetched; None: all; none: descriptions only. `delete`: remove files that the
+        catalogue lacks. `newer`: of a file in two versions take the one changed last; else the catalogue's."""
+        self.report.damaged.clear()
         for what, why in catalogue.left_out:
             self.report.note_damage(what, why)
         mine = self.store.manifest()
@@ -286,12 +252,14 @@ class _Pull:
                 self.writer.describe(described, origin)
 
     def _records(self, catalogue: Catalogue, levels: Sequence[str] | None) -> None:
-        wanted, self.report.chunks.unchanged = wanted_records(self.store, catalogue, levels)
-        self.events.step("chunks", sum(len(bundle.levels) for _, bundle in wanted), "chunks")
+        wanted, known = wanted_records(self.store, catalogue, levels)
+        self.report.chunks.unchanged = max(0, known - self.report.chunks.transferred)  # some came in an earlier run
+        events = self.events or Events()
+        events.step("chunks", sum(len(bundle.levels) for _, bundle in wanted), "chunks")
         for group, records in self._fetched(_records_of(key, catalogue.chunks[key], bundle) for key, bundle in wanted):
             with self._noted(group):
                 self._put(group, catalogue.chunks[group.key], records)
-            self.events.advance(len(group.levels))
+            events.advance(len(group.levels))
         self.writer.flush()
 
     def _put(self, group: Group, chunk: Chunk, records: list[bytes]) -> None:
@@ -317,7 +285,7 @@ class _Pull:
 
     def _files(self, catalogue: Catalogue, newer: bool) -> None:
         wanted, self.report.conflicting_files = wanted_files(self.store, catalogue, newer, self.origins)
-        self.report.files.unchanged = len(catalogue.files) - len(wanted)
+        self.report.files.unchanged = max(0, len(catalogue.files) - len(wanted) - self.report.files.transferred)
         files = [(key, catalogue.files[key]) for key in wanted]
         groups = [_one_value(key, f"file {key}", file_name(key, file), file.place) for key, file in files]
         for some in self._in_order(groups):
@@ -390,142 +358,3 @@ def _records_of(key: str, chunk: Chunk, bundle: Bundle) -> Group:
     what = f"chunk {key} at level {', '.join(bundle.levels)}"
     most = sum(chunk.levels[level].size for level in bundle.levels)
     return Group(key, what, wanted, most, bundle.levels, bundle.replaces)
-
-
-# ---- selection of what to fetch ----
-
-Within = Callable[[str], bool]  # whether a key is among those that are looked at
-
-
-@dataclass(frozen=True, slots=True)
-class Bundle:
-    """Levels to fetch, the coarser first. `replaces`: in the place of what is stored, so all of them or none."""
-
-    levels: tuple[str, ...]
-    replaces: bool = False
-
-
-def bundles(
-    chunk: Chunk, asked: Iterable[str], stored: Collection[str], is_theirs: Callable[[str], bool]
-) -> list[Bundle]:
-    """Return the levels of a chunk to fetch, grouped, of those `asked` in the order of :func:`with_bases`.
-
-    A level refines the records of one coarser level. If the store holds other records of that coarser level (the same
-    chunk, computed or compressed elsewhere, rounds differently; `is_theirs` is False), it is fetched, too."""
-    asked = list(asked)
-    missing = [level for level in asked if level not in stored]
-    refined = {base for level in missing for base in with_bases(chunk, [level]) if base in stored}
-    foreign = {level for level in refined if not is_theirs(level)}
-    together = tuple(level for level in asked if level_of(level).nested and (level in foreign or level in missing))
-    if not foreign:
-        return [Bundle((level,)) for level in missing]
-    return [*(Bundle((level,)) for level in missing if not level_of(level).nested), Bundle(together, replaces=True)]
-
-
-def with_bases(chunk: Chunk, levels: Iterable[str]) -> list[str]:
-    ordered: list[str] = []
-    for level in levels:
-        chain: list[str] = []
-        at: str | None = level
-        while at is not None and at in chunk.levels and at not in ordered and at not in chain:
-            chain.append(at)
-            at = chunk.levels[at].base
-        ordered += reversed(chain)
-    return ordered
-
-
-def wanted_records(
-    store: Store, catalogue: Catalogue, levels: Sequence[str] | None
-) -> tuple[list[tuple[str, Bundle]], int]:
-    if levels is not None and not levels:  # descriptions only: what is stored of a million chunks is not looked up
-        return [], 0
-    wanted: list[tuple[str, Bundle]] = []
-    known = 0
-    for key, chunk in catalogue.chunks.items():
-        chunk_id = bytes.fromhex(key)
-        asked = with_bases(chunk, chunk.levels if levels is None else levels)
-        is_theirs = functools.partial(values.holds_level, store, chunk_id, chunk)
-        missing = bundles(chunk, asked, store.levels(chunk_id), is_theirs)
-        known += len(asked) - sum(len(bundle.levels) for bundle in missing)
-        wanted += [(key, bundle) for bundle in missing]
-    return wanted, known
-
-
-class Origins:
-    """The origin that each entry of a catalogue counts as: `own` if the catalogue's owner made it. What the owner has
-    from others counts as untrusted."""
-
-    def __init__(self, own: Origin, place: str, *, mirror: bool = False) -> None:
-        self.own, self._other = own, own if mirror else Origin.untrusted(place)
-
-    def of(self, entry: File | Chunk) -> Origin:
-        return self._other if entry.foreign else self.own
-
-
-def wanted_files(store: Store, catalogue: Catalogue, newer: bool, origins: Origins) -> tuple[list[str], list[str]]:
-    """Return the keys of the files to fetch, and the paths of those that stay, since they are of another origin."""
-    mine, kept = dict[str, File](), dict[str, str]()
-    for entry in store.files():
-        key = tables.name_key(entry.path).hex()
-        if key not in catalogue.files:
-            continue
-        if entry.origin.is_foreign and not origins.of(catalogue.files[key]).is_foreign:
-            continue  # the same file from a trusted source counts as made here
-        with suppress(DamagedError):  # replaced by the shared store's
-            mine[key] = File(digest_of(values.file_value(store, entry)), entry.mtime_ns)
-        if not _may_replace(origins.of(catalogue.files[key]), entry.origin):
-            kept[key] = entry.path
-    wanted = [key for key, file in catalogue.files.items() if _is_wanted(file, mine.get(key), newer)]
-    return [key for key in wanted if key not in kept], [kept[key] for key in wanted if key in kept]
-
-
-def _may_replace(theirs: Origin, mine: Origin) -> bool:
-    return not theirs.is_foreign or theirs == mine
-
-
-def only_here(store: Store, catalogue: Catalogue, origin: Origin, within: Within = lambda key: True) -> list[str]:
-    """Return the paths of files that the catalogue lacks, of those whose keys it covers; for an untrusted origin only
-    files that came from it."""
-    paths = [entry.path for entry in store.files() if _may_replace(origin, entry.origin)]
-    keys = {path: tables.name_key(path).hex() for path in paths}
-    return [path for path, key in keys.items() if key not in catalogue.files and within(key)]
-
-
-def takeable(store: Store, catalogue: Catalogue, origins: Origins) -> Catalogue:
-    """Return a catalogue with the chunks that a store may take: of foreign ones, those that are foreign here, too, or
-    unknown and used by no document that is not foreign."""
-    foreign = {key for key, chunk in catalogue.chunks.items() if origins.of(chunk).is_foreign}
-    if not foreign:
-        return catalogue
-    own = ({*store.chunk_ids()} - store.foreign_chunks()) | own_references(store)
-    taboo = foreign.intersection(chunk_id.hex() for chunk_id in own)
-    chunks = {key: chunk for key, chunk in catalogue.chunks.items() if key not in taboo}
-    return replace(catalogue, chunks=chunks)
-
-
-def own_references(store: Store) -> set[bytes]:
-    """Return the ids of the chunks that documents use which are not foreign, and of the beginning of their prompts.
-    Raises DamagedError."""
-    sources = [source for entry in store.files() if not entry.origin.is_foreign for source in entry.documents]
-    documents = (store.document(source) for source in sources)
-    used = {ref.chunk_id for document in documents if document is not None for ref in document.chunks}
-    with suppress(StoreFormatError):  # then no prompt has a beginning
-        identity = StoreIdentity.from_manifest(store.manifest())
-        if identity is not None and not store.made_by().is_foreign:
-            used.add(identity.prefix_id)
-    return used
-
-
-def check_share(store: Store, catalogue: Catalogue, url: str, origin: Origin) -> None:
-    gone, count = len(only_here(store, catalogue, origin)), sum(1 for _ in store.files())
-    if gone > max(1, count // 2):
-        raise UsageError(
-            f"--delete would forget {gone:,} of {count:,} files, which {url} does not have",
-            "look at it with --dry-run; if that is what you want, add --yes; without --delete they stay",
-        )
-
-
-def _is_wanted(theirs: File, mine: File | None, newer: bool) -> bool:
-    if mine is None or mine.mark == theirs.mark:
-        return mine is None
-    return not newer or (theirs.mtime_ns, theirs.mark) > (mine.mtime_ns, mine.mark)

@@ -14,7 +14,7 @@ from kvtool.core.common.sizes import counted
 from kvtool.core.common.types import Events
 from kvtool.core.errors import DamagedError, RemoteError, StoreNotFoundError, UsageError
 from kvtool.core.remote import values
-from kvtool.core.remote.blobs import Blobs, open_blobs
+from kvtool.core.remote.blobs import Blobs, PrivateBlobs, open_blobs
 from kvtool.core.remote.catalogue import (
     HEAD,
     Catalogue,
@@ -31,66 +31,58 @@ from kvtool.core.remote.gc import GarbageCollector, Lease, check_ours, check_sha
 from kvtool.core.remote.options import PushOptions
 from kvtool.core.remote.report import TransferReport
 from kvtool.core.remote.send import Sender
-from kvtool.core.remote.signing import SigningKey
-from kvtool.core.remote.values import join_codec
 
+_DEFAULTS = PushOptions()
 _TRIES = 8  # pushes of others that come in between
 
 
 def push(
     store: Store,
     blobs: Blobs,
+    options: PushOptions = _DEFAULTS,
     *,
-    delete: bool = False,
-    verify: bool = False,
-    dry_run: bool = False,
-    yes: bool = False,
-    key: SigningKey | None = None,
     events: Events | None = None,
+    part: values.Part | None = None,
 ) -> TransferReport:
     """Bring a shared store up to date with a store. Run again to resume; what is there already is not sent again.
 
-    `delete`: forget what the store does not have, if nothing of it is damaged, more than half only with `yes`.
-    `verify`: read back what is there, and send again what is damaged. `key`: signs the catalogue; the shared store then
-    holds nothing that this key has not signed.
+    If something of the store is damaged, nothing is deleted. A signed shared store holds nothing that its key has not
+    signed. `part`: push only that, into an empty pack.
 
     Raises RemoteError or NoSpaceError (what was sent stays), StoreFormatError (another model, or no store), UsageError.
     """
     started = time.perf_counter()
-    report = TransferReport("push", blobs.url, dry_run=dry_run)
-    job = _Push(store, DryRunBlobs(blobs) if dry_run else blobs, report, events or Events(), verify, key)
-    job.run(delete, yes or dry_run)
+    report = TransferReport("push", blobs.url, dry_run=options.dry_run)
+    job = _Push(store, DryRunBlobs(blobs) if options.dry_run else blobs, options, report, events or Events(), part)
+    job.run(options.delete)
     report.seconds = time.perf_counter() - started
     return report
 
 
 def push_to(url: str, folder: Path, options: PushOptions, events: Events) -> TransferReport:
     with closing(open_blobs(url, options.remote_timeout)) as blobs, Store.open(folder) as store:
-        return push(
-            store,
-            blobs,
-            delete=options.delete,
-            verify=options.verify,
-            dry_run=options.dry_run,
-            yes=options.yes,
-            key=options.key,
-            events=events,
-        )
+        return push(store, blobs, options, events=events)
 
 
 class _Push:
     def __init__(
-        self, store: Store, blobs: Blobs, report: TransferReport, events: Events, verify: bool, key: SigningKey | None
+        self,
+        store: Store,
+        blobs: Blobs,
+        options: PushOptions,
+        report: TransferReport,
+        events: Events,
+        part: values.Part | None,
     ) -> None:
         self.store, self.blobs, self.report, self.events = store, blobs, report, events
-        self.verify, self.key, self.lease = verify, key, Lease(blobs)
-        self.sender = Sender(store, blobs, self.lease, report, events, verify)
+        self.options, self.key, self.part, self.lease = options, options.key, part, Lease(blobs)
+        self.sender = Sender(store, blobs, self.lease, report, events, options.verify)
         self.garbage = GarbageCollector(blobs, self.lease, report, events)
 
-    def run(self, delete: bool, yes: bool) -> None:
+    def run(self, delete: bool) -> None:
         if not self.store.manifest():
             raise StoreNotFoundError(f"the store at {self.store.path} is empty", "run `kvtool ingest PATH` first")
-        if count := len(self.store.stretches()):  # which a catalogue has no name for
+        if self.part is None and (count := len(self.store.stretches())):  # which a catalogue has no name for
             self.events.warn(
                 f"a shared store holds no states: {counted(count, 'state checkpoint')} of prompts stay here, "
                 "and a question there computes them",
@@ -101,14 +93,14 @@ class _Push:
             self._check_signer(theirs, delete)
         listed = own_names(set(self.blobs.names())) if delete else set()
         known = theirs if self.key is None or self._has_signed(theirs) else None  # what others say is not signed
-        mine = values.survey(self.store, known, self.report.note_damage, sealed=self.key is not None)
+        mine = values.Survey(self.store, self.report.note_damage, self.key is not None, self.part).catalogue(known)
         if delete and not self._is_whole(mine):
             self.events.warn(
                 f"nothing of {self.blobs.url} was deleted: what is damaged or lost here may be whole there",
                 "run `kvtool store verify --repair` and pull, then push again",
             )
             delete = False
-        if delete and not yes:
+        if delete and not (self.options.yes or self.options.dry_run):
             check_share(listed, mine, theirs, self.blobs.url)
         with self.lease.running():
             if head is not None and theirs is not None:
@@ -133,9 +125,9 @@ class _Push:
 
     def _there(self) -> tuple[bytes | None, Catalogue | None]:
         try:
-            head, theirs = read_head(self.blobs)
+            head, theirs = self._read()
         except DamagedError:
-            if not self.verify:
+            if not self.options.verify:
                 raise
             head, theirs = self.blobs.get([HEAD])[0], None
         if theirs is None:
@@ -143,6 +135,12 @@ class _Push:
         else:
             check_same_identity(self.store.manifest().get("identity", {}), theirs.identity, self.blobs.url)
         return head, theirs
+
+    def _read(self) -> tuple[bytes | None, Catalogue | None]:
+        try:
+            return read_head(self.blobs)
+        except StoreNotFoundError:
+            return None, None
 
     def _publish(self, head: bytes | None, theirs: Catalogue | None, mine: Catalogue, delete: bool) -> None:
         for _ in range(_TRIES):
@@ -157,7 +155,7 @@ class _Push:
                 if delete and theirs is not None:
                     self.report.documents_removed = len(theirs.files.keys() - mine.files.keys())
                 return
-            head, theirs = read_head(self.blobs)
+            head, theirs = self._read()
         raise RemoteError(f"{self.blobs.url} changes all the time", "try again when no other push runs")
 
     def _joined(self, mine: Catalogue, theirs: Catalogue) -> Catalogue:
@@ -176,7 +174,7 @@ class _Push:
             known = values.open_meta("codec", value or b"")
         except DamagedError:
             return joined
-        both = join_codec(state, known)
+        both = values.join_codec(state, known)
         if both.get("profile") and both["profile"] not in joined.profiles:
             return joined
         sealed = values.sealed_meta("codec", both)
@@ -240,7 +238,7 @@ def join_chunks(mine: Chunk, theirs: Chunk) -> Chunk:
 # ---- dry runs ----
 
 
-class DryRunBlobs:
+class DryRunBlobs(PrivateBlobs):
     """A shared store that is only read; see Blobs. What a push writes is dropped, except the head and the catalogues,
     which decide on what follows."""
 
@@ -259,16 +257,3 @@ class DryRunBlobs:
     def compare_and_swap(self, name: str, before: bytes | None, after: bytes) -> bool:
         self._written[name] = after
         return True
-
-    def held(self) -> set[str]:
-        return set()
-
-    def hold(self, name: str) -> None: ...
-
-    def release(self, name: str) -> None: ...
-
-    def delete(self, names: Sequence[str]) -> None: ...
-
-    def flush(self) -> None: ...
-
-    def close(self) -> None: ...  # the caller opened the shared store

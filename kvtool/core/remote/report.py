@@ -1,18 +1,17 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvtool.core.cache.identity import Origin
+    from kvtool.core.remote.signing import Proof, Trust
 
 
 @dataclass
 class Counts:
     transferred: int = 0
     unchanged: int = 0
-
-    def goes_on_from(self, before: Counts) -> None:
-        """Count what an earlier part of the same job transferred, which this one has found there."""
-        self.unchanged = max(0, self.unchanged - before.transferred)
-        self.transferred += before.transferred
 
 
 @dataclass
@@ -46,13 +45,12 @@ class TransferReport:
     def note_damage(self, what: str, why: str) -> None:
         self.damaged.append({"subject": what, "reason": why})
 
-    def goes_on_from(self, before: TransferReport) -> None:
-        """Count what an earlier part of the same job did; what it left out, this one has tried again."""
-        self.files.goes_on_from(before.files)
-        self.chunks.goes_on_from(before.chunks)
-        self.removed += before.removed
-        self.bytes += before.bytes
-        self.seconds += before.seconds
+    def judge(self, trust: Trust, proof: Proof | None, place: str = "") -> Origin:
+        """Decide what comes counts as, and note it. `place`: as people know it, instead of the URL. Raises
+        UntrustedError, DamagedError."""
+        origin = trust.origin(proof, place or self.url)
+        self.origin, self.trusted, self.signer = origin.name, not origin.is_foreign, trust.signer(proof)
+        return origin
 
     def to_json(self) -> dict[str, Any]:
         facts = asdict(self)

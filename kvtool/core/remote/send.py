@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import replace
 from typing import NamedTuple
 
 from kvtool.core.cache import tables
-from kvtool.core.cache.entries import FileEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import known
 from kvtool.core.common.types import Events
@@ -54,12 +52,13 @@ class Sender:
         sizes = self._sound_sizes([pack.name for pack in packs])
         broken = {pack for pack in packs if sizes[pack.name] != pack.size}
         thin = thin_packs(mine, theirs) - broken if theirs is not None else set()
-        mine = self._send_descriptions(mine, broken | thin)
+        places = self._send_descriptions(mine, broken | thin | scattered(mine))
         self.events.step("chunks", sum(len(chunk.levels) for chunk in mine.chunks.values()), "chunks")
         gaps = self._gaps(mine, broken, thin)
-        chunks = self._of_one_machine(mine.chunks, gaps, theirs)
-        self._count(sum(len(chunk.levels) for chunk in chunks.values()) - len(gaps), moved=False)
-        return replace(mine, chunks=self._send_records(chunks, gaps) if gaps else chunks)
+        mine = replace(mine, chunks=self._of_one_machine(mine.chunks, gaps, theirs))
+        self._count(sum(len(chunk.levels) for chunk in mine.chunks.values()) - len(gaps), moved=False)
+        lost = self._send_records(mine, gaps, places)
+        return with_places(mine, places, lost)
 
     def mend(self, digest: str, theirs: Catalogue) -> None:
         shelf = CatalogueCache(self.blobs.url)
@@ -107,8 +106,8 @@ class Sender:
             ]
             if not all(values.holds_level(self.store, chunk_id, chunk, level) for level in trusted):
                 sealed = any(stored.seal for stored in chunk.levels.values())
-                foreign, told = self.store.origin(chunk_id).is_foreign, self.report.note_damage
-                surveyed = values.survey_chunk(self.store, chunk_id, None, told, sealed, foreign)
+                survey = values.Survey(self.store, self.report.note_damage, sealed)
+                surveyed = survey.chunk(chunk_id, None, self.store.origin(chunk_id).is_foreign)
                 if surveyed is None or surveyed.mark != chunk.mark:
                     raise changed()
                 found[key] = replace(surveyed, place=chunk.place)
@@ -116,9 +115,10 @@ class Sender:
                 gaps |= {(key, level) for level in surveyed.levels}
         return found
 
-    def _send_records(self, chunks: dict[str, Chunk], gaps: set[Member]) -> dict[str, Chunk]:
-        lost, places = set[Member](), dict[Member, Place | None]()
-        ordered = by_document(self.store, {key for key, _ in gaps})
+    def _send_records(self, mine: Catalogue, gaps: set[Member], places: dict[Member, Place | None]) -> set[Member]:
+        """Send the KV of `gaps`, and note the places; return the levels that the store has lost."""
+        lost, chunks = set[Member](), mine.chunks
+        ordered = by_document(self.store, mine.files, {key for key, _ in gaps}) if gaps else []
 
         def records_of(member: Member) -> list[bytes] | None:
             key, level = member
@@ -136,8 +136,7 @@ class Sender:
         for level in [*sorted(levels.difference(known(levels))), *reversed(known(levels))]:
             members = [(key, level) for key in ordered if (key, level) in gaps]
             large = {member for member in members if chunks[member[0]].levels[level].size > MOST_BYTES}
-            packs = packs_of((member for member in members if member not in large), records_of)
-            for packed, moved in self._send_packs(packs):
+            for packed, moved in self._send_packs((one for one in members if one not in large), records_of):
                 self._count(len(packed.places), moved)
                 places |= packed.places
             for key, _ in sorted(large):
@@ -145,11 +144,13 @@ class Sender:
                     self._put(dict(zip(kv_names(key, chunks[key], level), records, strict=True)))
                     self._count(1, moved=True)
                     places[key, level] = None
-        return {key: _placed(key, chunk, places, lost) for key, chunk in chunks.items()}
+        return lost
 
-    def _send_packs(self, packs: Iterable[Packed]) -> Iterator[tuple[Packed, bool]]:
-        """Send several at a time. Yield each on arrival; False: an interrupted push had sent it before."""
-        for some in batches(packs, lambda packed: packed.pack.size, _AT_ONCE * PACK_BYTES):
+    def _send_packs(
+        self, members: Iterable[Member], records_of: Callable[[Member], list[bytes] | None]
+    ) -> Iterator[tuple[Packed, bool]]:
+        """Send several packs at a time. Yield each on arrival; False: an interrupted push had sent it before."""
+        for some in batches(packs_of(members, records_of), lambda packed: packed.pack.size, _AT_ONCE * PACK_BYTES):
             sizes = self._sound_sizes([packed.pack.name for packed in some])
             lacking = {packed.pack.name: packed.value for packed in some if sizes[packed.pack.name] != packed.pack.size}
             self._put(lacking)
@@ -186,14 +187,28 @@ class Sender:
             raise changed()
         self._put(missing)
 
-    def _send_descriptions(self, mine: Catalogue, unsound: set[Pack]) -> Catalogue:
-        descriptions = Descriptions(self.store, mine, unsound | scattered(mine))
-        self.report.files.transferred += sum(kind == FILE for _, kind in descriptions.lacking)
-        self.report.files.unchanged = len(mine.files) - self.report.files.transferred
-        places = dict[Member, Place]()
-        for packed, _ in self._send_packs(packs_of(descriptions.in_order(), descriptions.records_of)):
+    def _send_descriptions(self, mine: Catalogue, unsound: set[Pack]) -> dict[Member, Place | None]:
+        """Send the descriptions that have no place yet, or one in an unsound pack; return their places."""
+
+        def lacking(entries: Mapping[str, File] | Mapping[str, Chunk]) -> list[str]:
+            return [key for key, entry in entries.items() if entry.place is None or entry.place.pack in unsound]
+
+        def value_of(member: Member) -> list[bytes]:
+            key, kind = member
+            entry = mine.files[key] if kind == FILE else mine.chunks[key]
+            value = values.value_of(self.store, f"{kind[1:]}/{key}-{entry.mark}")
+            if value is None or digest_of(value) != entry.mark:
+                raise changed()
+            return [value]
+
+        files, places = lacking(mine.files), dict[Member, Place | None]()
+        self.report.files.transferred += len(files)
+        self.report.files.unchanged = len(mine.files) - len(files)
+        chunks = by_document(self.store, {*files}, lacking(mine.chunks))
+        members = [*((key, CHUNK) for key in chunks), *((key, FILE) for key in files)]
+        for packed, _ in self._send_packs(members, value_of):
             places |= packed.places
-        return descriptions.placed(places) if places else mine
+        return places
 
     def _put(self, values: dict[str, bytes]) -> None:
         self.lease.renew()
@@ -202,18 +217,22 @@ class Sender:
             self.report.bytes += sum(map(len, values.values()))
 
 
-def _placed(key: str, chunk: Chunk, places: Mapping[Member, Place | None], lost: set[Member]) -> Chunk:
-    """Return the chunk with the places of what was sent, without levels that could not be sent and those that refine
-    them: no catalogue names what is missing."""
-    gone = {level for level in chunk.levels if (key, level) in lost}
-    while more := {level for level, stored in chunk.levels.items() if stored.base in gone and level not in gone}:
-        gone |= more
-    levels = {
-        level: replace(stored, place=places.get((key, level), stored.place))
-        for level, stored in chunk.levels.items()
-        if level not in gone
-    }
-    return replace(chunk, levels=levels)
+def with_places(mine: Catalogue, places: Mapping[Member, Place | None], lost: set[Member]) -> Catalogue:
+    """Return the catalogue with the places of what was sent, without levels that were lost and those that refine them:
+    no catalogue names what is missing."""
+    files, chunks = dict(mine.files), dict(mine.chunks)
+    for (key, kind), place in places.items():
+        if kind == FILE:
+            files[key] = replace(files[key], place=place)
+        elif kind == CHUNK:
+            chunks[key] = replace(chunks[key], place=place)
+    for key in {key for key, kind in {*places, *lost} if kind not in (FILE, CHUNK)}:
+        levels = {level: stored for level, stored in chunks[key].levels.items() if (key, level) not in lost}
+        while any(stored.base not in {None, *levels} for stored in levels.values()):
+            levels = {level: stored for level, stored in levels.items() if stored.base in {None, *levels}}
+        placed = {level: replace(row, place=places.get((key, level), row.place)) for level, row in levels.items()}
+        chunks[key] = replace(chunks[key], levels=placed)
+    return replace(mine, files=files, chunks=chunks)
 
 
 # ---- packs: some megabytes of records of one level in one value, a document's next to each other -------------------
@@ -249,16 +268,16 @@ def _pack(members: Mapping[Member, list[bytes]]) -> Packed:
     return Packed(value, pack, places)
 
 
-def by_document(store: Store, chunks: Iterable[str]) -> list[str]:
+def by_document(store: Store, files: Set[str] | Mapping[str, File], chunks: Iterable[str]) -> list[str]:
+    """Return the chunks in the order of the documents of these files; those in none of them last."""
     order: dict[str, None] = {}
-    wanted = dict.fromkeys(chunks)
-    for source in store.sources():
-        if len(order) == len(wanted):  # of a change: the others are not read
+    wanted = dict.fromkeys(sorted(chunks))
+    entries = [entry for entry in store.files() if tables.name_key(entry.path).hex() in files] if wanted else []
+    for chunk_id in values.chunks_of(store, entries):
+        if chunk_id.hex() in wanted:
+            order[chunk_id.hex()] = None
+        if len(order) == len(wanted):  # of a change: the other documents are not read
             break
-        with suppress(DamagedError):  # reported elsewhere
-            document = store.document(source)
-            ids = (ref.chunk_id.hex() for ref in (document.chunks if document is not None else ()))
-            order |= {key: None for key in ids if key in wanted}
     return [*{**order, **wanted}]
 
 
@@ -275,57 +294,8 @@ def thin_packs(mine: Catalogue, theirs: Catalogue) -> set[Pack]:
     return {pack for pack, size in used.items() if size < _LEAST_USED * pack.size}
 
 
-# ---- descriptions of files and chunks, which are stored in packs, too ---------------------------------------------
-
 _SMALL = 8  # is a pack of less than an eighth of what one may have
 _MOST_SMALL = 16  # of a store
-
-
-class Descriptions:
-    """The descriptions of a store that its catalogue has no place for yet, or in packs that are `unsound`."""
-
-    def __init__(self, store: Store, mine: Catalogue, unsound: set[Pack]) -> None:
-        self._store, self._mine = store, mine
-        self.lacking = {(key, FILE) for key, file in mine.files.items() if _lacks(file, unsound)}
-        self.lacking |= {(key, CHUNK) for key, chunk in mine.chunks.items() if _lacks(chunk, unsound)}
-
-    def in_order(self) -> Iterator[Member]:
-        files, left = list[Member](), set(self.lacking)
-        for entry in self._store.files() if any(kind == FILE for _, kind in left) else ():
-            member = (tables.name_key(entry.path).hex(), FILE)
-            if member in left:
-                left.remove(member)
-                files.append(member)
-                for chunk in self._chunks_of(entry):
-                    if chunk in left:
-                        left.remove(chunk)
-                        yield chunk
-        if any(kind == FILE for _, kind in left):  # forgotten since; its chunks may be another file's, too
-            raise changed()
-        yield from sorted(left)
-        yield from files
-
-    def _chunks_of(self, entry: FileEntry) -> Iterator[Member]:
-        for source in entry.documents:
-            document = self._store.document(source)
-            yield from ((ref.chunk_id.hex(), CHUNK) for ref in (document.chunks if document is not None else ()))
-
-    def records_of(self, member: Member) -> list[bytes]:
-        key, kind = member
-        entry = self._mine.files[key] if kind == FILE else self._mine.chunks[key]
-        value = values.value_of(self._store, f"{kind[1:]}/{key}-{entry.mark}")
-        if value is None or digest_of(value) != entry.mark:
-            raise changed()
-        return [value]
-
-    def placed(self, places: Mapping[Member, Place]) -> Catalogue:
-        files, chunks = dict(self._mine.files), dict(self._mine.chunks)
-        for (key, kind), place in places.items():
-            if kind == FILE:
-                files[key] = replace(files[key], place=place)
-            else:
-                chunks[key] = replace(chunks[key], place=place)
-        return replace(self._mine, files=files, chunks=chunks)
 
 
 def scattered(mine: Catalogue) -> set[Pack]:
@@ -335,10 +305,6 @@ def scattered(mine: Catalogue) -> set[Pack]:
     packs = {entry.place.pack for entry in entries if entry.place is not None}
     small = {pack for pack in packs if pack.size < PACK_BYTES // _SMALL}
     return small if len(small) > _MOST_SMALL else set()
-
-
-def _lacks(entry: File | Chunk, unsound: set[Pack]) -> bool:
-    return entry.place is None or entry.place.pack in unsound
 
 
 def changed() -> KvtoolError:

@@ -119,25 +119,24 @@ class Tier:
             if self._there is None:
                 raise RemoteError("the shared store is gone")
             try:
+                arrivals = self._arrivals = self._arrivals or self.arrivals()
                 first = lacking.difference(self._coming)
-                self._take([place for place in places if (place, layer) in first], lacking)
-            except RemoteError as error:
-                self.give_up(error)
+                self._ask(arrivals, [place for place in places if (place, layer) in first])
+                while lacking:
+                    place, number = self._coming.popleft()
+                    self.keep(place, number, arrivals.take(self.timeout).value)
+                    lacking.discard((place, number))
+            except BaseException as error:  # Ctrl-C, too: nobody knows which of them comes next
+                self._drop_stream()
+                if isinstance(error, RemoteError):
+                    self.give_up(error)
                 raise
 
-    def _take(self, asked: Sequence[Place], lacking: set[_Record]) -> None:
-        arrivals = self._arrivals = self._arrivals or self.arrivals()
-        try:
-            self._ask(arrivals, asked)
-            while lacking:
-                place, number = self._coming.popleft()
-                self.keep(place, number, arrivals.take(self.timeout).value)
-                lacking.discard((place, number))
-        except BaseException:  # Ctrl-C, too: nobody knows which of them comes next
-            arrivals.close()
+    def _drop_stream(self) -> None:
+        if self._arrivals is not None:
+            self._arrivals.close()
             self._arrivals = None
-            self._coming.clear()
-            raise
+        self._coming.clear()
 
     def _ask(self, arrivals: Prefetcher, places: Sequence[Place]) -> None:
         asked, coming = list[tuple[int, Place, BlobRequest]](), {*self._coming}
@@ -217,8 +216,7 @@ class Tier:
         return False
 
     def close(self) -> None:
-        if self._arrivals is not None:
-            self._arrivals.close()
+        self._drop_stream()
         self._blobs.close()
 
 

@@ -1,12 +1,13 @@
-"""Sealed values of a local store as they are sent and taken in again, and the catalogue that names them."""
+"""Sealed values of a local store, as they are sent and taken in again, and the catalogue that names them."""
 
 from __future__ import annotations
 
 import hashlib
 import re
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from kvtool.core.cache import tables
@@ -74,9 +75,18 @@ def open_file(key: bytes, value: bytes) -> tuple[FileEntry, list[DocumentEntry]]
 
 
 def value_of(store: Store, name: str) -> bytes | None:
-    """Return a store's own value by the name of a `meta`, `profile`, `file` or `chunk`, whatever mark the name has;
-    None if the store has no such file or chunk. Raises DamagedError."""
+    """Return a store's own value by its name, whatever mark the name has; None if the store has no such file, chunk or
+    record. Raises DamagedError."""
     kind, _, rest = name.partition("/")
+    if kind == "kv":
+        chunk, level, layer = rest.split("/")
+        with store.snapshot() as snapshot:
+            place = tables.record_key(bytes.fromhex(chunk), level.rpartition("-")[0], int(layer))
+            record = snapshot.get(tables.RECORDS, place)
+            return None if record is None else bytes(record)
+    if kind == "stretch":
+        stretch, _, part = rest.partition("/")
+        return store.sealed_value(bytes.fromhex(stretch), part)
     key = rest.rpartition("-")[0]
     if kind == "meta":
         return meta_value(store, key)
@@ -173,12 +183,7 @@ def is_sound(name: str, value: bytes) -> bool:
     return digest_of(value) == rest.rpartition("-")[2]
 
 
-# ---- the catalogue of a local store --------------------------------------------------------------------------------
-
-Damaged = Callable[[str, str], None]  # what, why
-_Described = TypeVar("_Described", File, Chunk)
-_T = TypeVar("_T")
-_AT_ONCE = 256  # chunks or files
+# ---- records of a chunk at a level --------------------------------------------------------------------------------
 
 
 def records_of(store: Store, chunk_id: bytes, level: str, layers: int) -> list[bytes]:
@@ -231,41 +236,138 @@ def holds_level(store: Store, chunk_id: bytes, chunk: Chunk, level: str) -> bool
         return False
 
 
-def survey(store: Store, known: Catalogue | None, damaged: Damaged, sealed: bool = False) -> Catalogue:
-    """Build the catalogue of a store. A level of the same size as in `known`, the shared store's, is not read and
-    counts as the same, unless another lossy one differs, or it is to be `sealed` for a signature and is not in `known`.
-    `damaged` is called with what cannot be sent."""
-    files = _survey_files(store, known.files if known is not None else {}, damaged)
-    chunks = _survey_chunks(store, known.chunks if known is not None else {}, damaged, sealed)
-    meta = {name: digest_of(meta_value(store, name)) for name in META}
-    profiles = tuple(digest.hex() for digest in store.profile_digests())
-    return Catalogue(store.manifest().get("identity", {}), meta, profiles, files, chunks)
+# ---- the catalogue of a local store --------------------------------------------------------------------------------
+
+_Described = TypeVar("_Described", File, Chunk)
+_T = TypeVar("_T")
+_AT_ONCE = 256  # chunks or files
 
 
-def _survey_files(store: Store, known: Mapping[str, File], damaged: Damaged) -> dict[str, File]:
-    files = dict[str, File]()
-    # in the order of documents in the store
-    named = sorted((tables.name_key(entry.path), entry) for entry in store.files())
-    for name, entry in _in_views(store, named):
+def chunks_of(store: Store, entries: Iterable[FileEntry]) -> Iterator[bytes]:
+    """Yield the ids of the chunks of files, document by document, some more than once. Damaged documents have none."""
+    for source in (source for entry in entries for source in entry.documents):
+        with suppress(DamagedError):  # reported where it is read to be sent
+            document = store.document(source)
+            yield from (ref.chunk_id for ref in (document.chunks if document is not None else ()))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a store: these files and chunks, the KV at these levels with those that they refine (None: all); of the
+    beginning of the prompt, the chunk `prefix`, at all levels."""
+
+    files: Sequence[FileEntry]
+    chunks: Sequence[bytes]
+    prefix: bytes
+    levels: Sequence[str] | None
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Survey of a store, or of a `part` of it. `damaged` is called with what cannot be sent, and why. `sealed`: for a
+    signature."""
+
+    store: Store
+    damaged: Callable[[str, str], None]
+    sealed: bool = False
+    part: Part | None = None
+
+    def catalogue(self, known: Catalogue | None = None) -> Catalogue:
+        """Build the catalogue. A level of the same size as in `known`, the shared store's, is not read and counts as
+        the same, unless another lossy one differs, or `known` has no seal of it for a signature."""
+        store = self.store
+        files = self._files(known.files if known is not None else {})
+        chunks = self._chunks(known.chunks if known is not None else {})
+        meta = {name: digest_of(meta_value(store, name)) for name in META}
+        profiles = [digest.hex() for digest in store.profile_digests()]
+        if self.part is not None:
+            makers = {level.maker for chunk in chunks.values() for level in chunk.levels.values()}
+            makers.add(str(store.codec_state().get("profile", "")))
+            profiles = [digest for digest in profiles if digest in makers]
+        sound = tuple(digest for digest in profiles if self._is_readable(digest))
+        return Catalogue(store.manifest().get("identity", {}), meta, sound, files, chunks)
+
+    def _is_readable(self, profile: str) -> bool:
         try:
-            file = File(digest_of(file_value(store, entry)), entry.mtime_ns, foreign=entry.origin.is_foreign)
-            files[name.hex()] = _as_known(file, known.get(name.hex()))
+            return value_of(self.store, f"profile/{profile}") is not None
         except DamagedError as error:
-            damaged(entry.path, error.message)
-    return files
+            self.damaged(f"profile {profile}", error.message)
+            return False
 
+    def _files(self, known: Mapping[str, File]) -> dict[str, File]:
+        files = dict[str, File]()
+        entries = self.store.files() if self.part is None else self.part.files
+        named = sorted((tables.name_key(entry.path), entry) for entry in entries)  # as documents are in the store
+        for name, entry in _in_views(self.store, named):
+            try:
+                mark = digest_of(file_value(self.store, entry))
+                file = File(mark, entry.mtime_ns, foreign=entry.origin.is_foreign)
+                files[name.hex()] = _as_known(file, known.get(name.hex()))
+            except DamagedError as error:
+                self.damaged(entry.path, error.message)
+        return files
 
-def _survey_chunks(store: Store, known: Mapping[str, Chunk], damaged: Damaged, sealed: bool) -> dict[str, Chunk]:
-    chunks, foreign = dict[str, Chunk](), store.foreign_chunks()
-    for chunk_id in _in_views(store, store.chunk_ids()):
-        key = chunk_id.hex()
-        try:
-            chunk = survey_chunk(store, chunk_id, known.get(key), damaged, sealed, chunk_id in foreign)
-            if chunk is not None:
-                chunks[key] = chunk
-        except DamagedError as error:
-            damaged(f"chunk {key}", error.message)
-    return chunks
+    def _chunks(self, known: Mapping[str, Chunk]) -> dict[str, Chunk]:
+        chunks, foreign, part = dict[str, Chunk](), self.store.foreign_chunks(), self.part
+        for chunk_id in _in_views(self.store, self.store.chunk_ids() if part is None else part.chunks):
+            key = chunk_id.hex()
+            try:
+                chunk = self.chunk(chunk_id, known.get(key), chunk_id in foreign)
+                if chunk is not None:
+                    chunks[key] = chunk
+                elif part is not None and chunk_id != part.prefix:  # an empty one has no record
+                    raise DamagedError("its description is lost")
+            except DamagedError as error:
+                self.damaged(f"chunk {key}", error.message)
+        return chunks
+
+    def chunk(self, chunk_id: bytes, known: Chunk | None, foreign: bool) -> Chunk | None:
+        """Describe one chunk, whose entry in the shared store's catalogue is `known`; None if the store does not
+        describe it. Raises DamagedError."""
+        data = self.store.sealed_info(chunk_id)
+        if data is None:
+            return None
+        if known is not None and known.foreign != foreign:
+            if foreign:
+                return known  # nothing of others is added to the pusher's own
+            known = None  # records of the same size may differ: those are another user's
+        mark, layers = digest_of(data), layers_in(unseal(chunk_id, Kind.CHUNK, data))  # its value, byte for byte
+        sizes = self._sizes(chunk_id)
+        same = self._same(sizes, known.levels if known is not None else {})
+        levels, before = dict[str, Level](), list[bytes]()
+        for level in reversed([*sizes]):  # the coarser of nested ones first
+            try:
+                stored = same.get(level)
+                if stored is None:
+                    records = records_of(self.store, chunk_id, level, layers)
+                    base = _checked_base(chunk_id, level, records, levels, before)
+                    seal = seal_of(records) if self.sealed else None
+                    stored = Level(sizes[level], mark_of_records(records), base, seal=seal)
+                    if level_of(level).nested:  # a newer kvtool's level may be between two of them
+                        before = records
+                maker = self.store.made_with(chunk_id, level)
+                levels[level] = stored if stored.maker == maker else replace(stored, maker=maker)
+            except DamagedError as error:
+                self.damaged(f"chunk {chunk_id.hex()} at level {level}", error.message)
+        return _as_known(Chunk(mark, layers, levels, foreign=foreign), known)
+
+    def _sizes(self, chunk_id: bytes) -> dict[str, int]:
+        sizes = self.store.level_sizes(chunk_id)
+        if self.part is None or self.part.levels is None or chunk_id == self.part.prefix:
+            return sizes
+        levels = {*self.part.levels}
+        for level in nested(sizes):  # the finer first
+            if level in levels:
+                levels.add(stored_base(self.store, chunk_id, level) or level)
+        return {level: size for level, size in sizes.items() if level in levels}
+
+    def _same(self, sizes: Mapping[str, int], known: Mapping[str, Level]) -> dict[str, Level]:
+        same = {level: known[level] for level, size in sizes.items() if level in known and known[level].size == size}
+        if self.sealed:
+            same = {level: stored for level, stored in same.items() if stored.seal is not None}
+        if not same.keys() >= {*nested(sizes)}:  # a refinement belongs to just this base: none may be taken on trust
+            same = {level: stored for level, stored in same.items() if not level_of(level).nested}
+        return same
 
 
 def _in_views(store: Store, items: Sequence[_T]) -> Iterator[_T]:
@@ -274,59 +376,6 @@ def _in_views(store: Store, items: Sequence[_T]) -> Iterator[_T]:
     for at in range(0, len(items), _AT_ONCE):
         with store.view():
             yield from items[at : at + _AT_ONCE]
-
-
-def survey_chunk(
-    store: Store,
-    chunk_id: bytes,
-    known_chunk: Chunk | None,
-    damaged: Damaged,
-    sealed: bool,
-    foreign: bool,
-    asked: Sequence[str] | None = None,
-    read: Callable[[str, Sequence[bytes]], None] = lambda level, records: None,
-) -> Chunk | None:
-    """Describe one chunk; None if the store does not describe it. Raises DamagedError.
-
-    `known_chunk`: its entry in the shared store's catalogue, see :func:`survey`. `asked`: only these levels, with those
-    that they refine; None: all. `read` is given the records of each level that was read.
-    """
-    data = store.sealed_info(chunk_id)
-    if data is None:
-        return None
-    if known_chunk is not None and known_chunk.foreign != foreign:
-        if foreign:
-            return known_chunk  # nothing of others is added to the pusher's own
-        known_chunk = None  # records of the same size may differ: those are another user's
-    mark, layers = digest_of(data), layers_in(unseal(chunk_id, Kind.CHUNK, data))  # such is its value, byte for byte
-    sizes = store.level_sizes(chunk_id)
-    known = known_chunk.levels if known_chunk is not None else {}
-    same = {level: known[level] for level, size in sizes.items() if level in known and known[level].size == size}
-    if sealed:
-        same = {level: stored for level, stored in same.items() if stored.seal is not None}
-    if not same.keys() >= {*nested(sizes)}:  # a refinement belongs to just this base: none may be taken on trust
-        same = {level: stored for level, stored in same.items() if not level_of(level).nested}
-    wanted = {*sizes} if asked is None else {*asked}
-    for level in nested(sizes) if asked is not None else ():  # the finer first
-        if level in wanted:
-            wanted.add(stored_base(store, chunk_id, level) or level)
-    levels, before = dict[str, Level](), list[bytes]()
-    for level in reversed([level for level in sizes if level in wanted]):  # the coarser of nested ones first
-        try:
-            stored = same.get(level)
-            if stored is None:
-                records = records_of(store, chunk_id, level, layers)
-                base = _checked_base(chunk_id, level, records, levels, before)
-                read(level, records)
-                seal = seal_of(records) if sealed else None
-                stored = Level(sizes[level], mark_of_records(records), base, seal=seal)
-                if level_of(level).nested:  # a newer kvtool's level may be between two of them
-                    before = records
-            maker = store.made_with(chunk_id, level)
-            levels[level] = stored if stored.maker == maker else replace(stored, maker=maker)
-        except DamagedError as error:
-            damaged(f"chunk {chunk_id.hex()} at level {level}", error.message)
-    return _as_known(Chunk(mark, layers, levels, foreign=foreign), known_chunk)
 
 
 def _as_known(mine: _Described, known: _Described | None) -> _Described:

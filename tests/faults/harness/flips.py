@@ -132,11 +132,11 @@ def pulled(tier: Path, to: Path) -> list[str]:
 
 
 def import_pack(pack: Path, to: Path, warned: list[str]) -> Store:
-    from kvtool.core.pack.import_ import take
-    from kvtool.core.remote.signing import Trust
+    from kvtool.core.remote.import_ import take
+    from kvtool.core.remote.options import ImportOptions
 
     shutil.rmtree(to, ignore_errors=True)
-    warned += [row["reason"] for row in take(to, pack, trust=Trust(mine=True)).damaged]
+    warned += [row["reason"] for row in take(to, pack, ImportOptions(mine=True)).damaged]
     return Store.open(to)
 
 
