@@ -61,12 +61,26 @@ def ingest(run: Run) -> None:
 
 
 def _session(run: Run, store: Store) -> Session:
-    """Open a store's session with its model loaded."""
-    from kvtool.core.session.session import Session
+    """Open a store's session, whose model transformers has built: its own forward is measured, too."""
+    import torch
 
-    session = Session.open(store, run.get(ModelOptions), warn=run.out.warning)
-    assert session.decoder is not None
-    return session
+    from kvtool.core.checkpoint.load import load_model, resolve_device
+    from kvtool.core.model.decoder import Decoder
+    from kvtool.core.session.identity import model_files, store_identity
+    from kvtool.core.session.session import Session, StoreModel
+
+    options, identity = run.get(ModelOptions), store_identity(store)
+    arithmetic = StoreModel(store, identity, options, run.out.warning).arithmetic.dtype
+    loaded = load_model(
+        model_files(identity, options, store.made_by()),
+        device=resolve_device(options.device),
+        dtype=identity.dtype,
+        arithmetic=arithmetic,
+        packed=True,
+        listed=False,
+    )
+    decoder = Decoder(loaded, kv_dtype=getattr(torch, identity.dtype))
+    return Session.open(store, options, decoder=decoder, warn=run.out.warning)
 
 
 def _show_ingest(run: Run, result: Mapping[str, Any]) -> None:
