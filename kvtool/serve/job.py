@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvtool.core.query.answer import PreparedAnswer
     from kvtool.core.query.conversation import Conversation
     from kvtool.core.query.verify import Check
-    from kvtool.core.session.session import Session
+    from kvtool.serve.steps import Step
 
 
 class BusyError(KvtoolError):
@@ -115,7 +115,7 @@ class Answer:
     calls: tuple[Call, ...] = ()
 
     @classmethod
-    def of(cls, reply: Reply, job: Job) -> Answer:
+    def of(cls, reply: Reply, job: Job, begun: PreparedAnswer) -> Answer:
         said = reply.generated
         return cls(
             text=reply.answer,
@@ -128,7 +128,7 @@ class Answer:
             queue_ms=job.queue_ms,
             others_ms=job.others_ms,
             warnings=tuple(job.warnings),
-            logprobs=None if job.begun is None else _logprobs(job.begun, len(said.ids)),
+            logprobs=_logprobs(begun, len(said.ids)),
             stop=said.stop if said.stop in job.ask.stop else None,
         )
 
@@ -192,10 +192,9 @@ class Job:
     Attributes
     ----------
     tell : called with each event, in the engine's thread; must not wait. Raises LeftError if the client has left.
-    arrived, aside : times by `time.monotonic()`: of its arrival, and of the end of its last step.
-    steps : iterator to the first token, over `session`.
-    draft, drafted, checked : of an answer that is verified: what was streamed, when it ended by `time.perf_counter()`,
-        and its check, after which `sequence` is the final answer.
+    arrived, since : times by `time.monotonic()`: of its arrival, and since when it waits.
+    steps : its life (`steps.py`), once it has begun.
+    sequence : its answer while that is decoded; `answer` is the complete one.
     failed : error of `tell`.
     ended : no more events follow.
     """
@@ -204,22 +203,20 @@ class Job:
     tell: Tell
     timeout: float
     arrived: float = field(default_factory=time.monotonic)
+    since: float = 0.0
     queue_ms: float = 0.0
     others_ms: float = 0.0
     warnings: list[tuple[str, str]] = field(default_factory=list)
-    steps: Generator[PreparedAnswer | None] | None = None
-    session: Session | None = None
-    aside: float = 0.0
-    begun: PreparedAnswer | None = None
+    steps: Generator[Step] | None = None
     sequence: AnswerSequence | None = None
-    cached: CachedConversation | None = None
+    answer: Answer | None = None
     tokens: PromptTokens = PromptTokens(0, 0)
-    draft: Generated | None = None
-    drafted: float = 0.0
-    checked: Check | None = None
     left: bool = False
     failed: KvtoolError | None = None
     ended: bool = False
+
+    def __post_init__(self) -> None:
+        self.since = self.arrived
 
     @property
     def lost(self) -> KvtoolError | None:

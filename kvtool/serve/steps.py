@@ -1,0 +1,114 @@
+"""The life of a job, from its prompt to the storage of the chunks that were computed for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+from contextlib import closing
+from dataclasses import replace
+from enum import Enum, auto
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvtool.core.errors import ModelError, StoreFormatError
+from kvtool.serve.conversations import ConversationCache
+from kvtool.serve.job import Answer, CachedConversation, Job, PromptTokens, Tell
+from kvtool.serve.loaded_model import LoadedModel, with_tools_told
+
+if TYPE_CHECKING:
+    from kvtool.core.query.answer import PreparedAnswer
+    from kvtool.core.session.session import Session
+
+
+class Step(Enum):
+    """What a job has come to.
+
+    PREFILL: a turn of its prompt is computed, but not the last one. DECODE: its `sequence` is to be decoded to its end.
+    VERIFY: its draft is complete, and full prefill is to check it. DONE: its `answer` is complete; what was computed
+    for it is not stored yet.
+    """
+
+    PREFILL, DECODE, VERIFY, DONE = auto(), auto(), auto(), auto()
+
+
+_Prompt = tuple["PreparedAnswer", CachedConversation | None]
+
+
+def steps_of(
+    job: Job,
+    model: LoadedModel,
+    conversations: ConversationCache,
+    tell: Tell,
+    pause: Callable[[Job | None], None],
+) -> Generator[Step]:
+    """Answer a question. It may be closed after each step; its conversation is cached all the same.
+
+    `pause` is called between two layers, with the job as long as it can be abandoned.
+    """
+    from kvtool.core.model.generate import AnswerSequence
+
+    begun, cached = yield from _prefill(job, model, conversations, pause)
+    fused, decoder = begun.outcome.fused, begun.session.decoder
+    kept = 0 if cached is None else min(cached.kept, fused.tokens.resident)
+    job.tokens = PromptTokens(fused.tokens.prompt, fused.tokens.reused + kept)
+    sampling, checked = replace(begun.sampling, stop=job.ask.stop), None
+    try:
+        sequence = job.sequence = AnswerSequence(decoder, fused.cache, begun.known, sampling, tell)
+        yield Step.DECODE
+        said = sequence.end()
+        if begun.is_draft:
+            drafted = time.perf_counter()
+            yield Step.VERIFY
+            with decoder.pausing(partial(pause, job)):
+                checked = begun.check(said, sampling, drafted)
+            sequence = job.sequence = AnswerSequence(decoder, checked.exact.cache, checked.known, sampling)
+            yield Step.DECODE
+            said = sequence.end()
+        job.answer = Answer.of((cached or begun).reply(said, checked), job, begun)
+    finally:
+        if cached is not None:
+            conversations.hold(cached.conversation, job.ask.request)
+    yield Step.DONE
+    with decoder.pausing(partial(pause, None)):
+        (cached or begun).keep()
+
+
+def _prefill(
+    job: Job, model: LoadedModel, conversations: ConversationCache, pause: Callable[[Job | None], None]
+) -> Generator[Step, None, _Prompt]:
+    """Bring the prompt to its first token; from its beginning where the store is replaced meanwhile."""
+    session = model.session()
+    while True:
+        with closing(_turns(job, session, conversations)) as turns:
+            while (current := model.session()) is session:
+                try:
+                    with session.decoder.pausing(partial(pause, job)):
+                        prompt = next(turns)
+                except (ModelError, StoreFormatError):
+                    if model.session() is session:
+                        raise
+                    continue
+                if prompt is not None:
+                    return prompt
+                yield Step.PREFILL
+        session = current
+
+
+def _turns(job: Job, session: Session, conversations: ConversationCache) -> Generator[_Prompt | None]:
+    """Yield None after each turn of the prompt, at last the prompt."""
+    from kvtool.core.query.answer import begin_answer
+    from kvtool.core.query.prompt import lay_out, lay_out_messages
+
+    ask = with_tools_told(job.ask, session)
+    with session.lock, session.store.view():
+        layout = lay_out_messages(session, ask.request, ask.options)
+        if layout is None:
+            ask = job.ask = replace(ask, request=replace(ask.request, messages=()))
+            if ask.turns is None:
+                layout = lay_out(session, ask.request, ask.options, must_find=ask.must_find)
+        begun = None if layout is None else begin_answer(session, layout, ask.options)
+    if begun is not None:
+        yield begun, None
+        return
+    for cached in conversations.begin(session, ask):
+        yield None if cached is None else (cached.begun, cached)
