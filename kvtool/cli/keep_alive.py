@@ -239,8 +239,8 @@ def code_stamp() -> str:
 
 
 def engines() -> list[EngineRecord]:
-    found = (_read(lock) for lock in _folder().glob("*.lock"))
-    return sorted((each for each in found if each is not None), key=lambda each: each.started)
+    records = (_read(lock) for lock in _folder().glob("*.lock"))
+    return sorted((each for each in records if each is not None), key=lambda each: each.started)
 
 
 def engine_of(place: Path) -> EngineRecord | None:
@@ -381,9 +381,9 @@ class EngineProcess:
         return counted
 
     def _note(self, running: int = 0) -> None:
-        before = self._record
-        begun, ends = before.requests + max(0, running), time.time() + self._seconds
-        self._record = replace(before, running=before.running + running, requests=begun, ends=ends)
+        record, ends = self._record, time.time() + self._seconds
+        requests, running = record.requests + max(0, running), record.running + running
+        self._record = replace(record, running=running, requests=requests, ends=ends)
         with suppress(OSError):  # of a full disk: it is for others to see, and answers go on
             self._record.write()
 

@@ -14,7 +14,7 @@ from kvtool.core.model.template import Tools
 from kvtool.core.query.options import ChunkChoice, QueryOptions
 from kvtool.core.query.reply import Request
 from kvtool.serve.job import Ask, Call, Turns
-from kvtool.serve.requests import Format, Function, Name, Own, Sampling, SentCall, ToolChoice
+from kvtool.serve.requests import Format, Function, KvtoolOptions, Name, Sampling, SentCall, ToolChoice
 from kvtool.serve.tools import grammar_of
 from kvtool.serve.wire import Refusal
 
@@ -44,11 +44,11 @@ _SHOWN = {"name", "description", "parameters"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    """A request. `prompt`: of a completion, in place of messages. `given`: options beside those of `kvtool`.
+    """A request. `prompt`: of a completion, in place of messages. `options`: those beside `kvtool`.
     `usage`: whether a stream ends with a count of tokens. `model`, `user`: "" if not named."""
 
-    own: Own
-    given: Mapping[str, Any]
+    kvtool: KvtoolOptions
+    options: Mapping[str, Any]
     messages: Sequence[Message] = ()
     prompt: str | None = None
     system: str = ""
@@ -63,38 +63,38 @@ class Chat:
     model: str = ""
     user: str = ""
 
-    def ask(self, options: QueryOptions, strict: bool) -> Ask:
-        """Return the question. `options`, `strict`: the server's. Raises Refusal or UsageError."""
+    def ask(self, defaults: QueryOptions, strict: bool) -> Ask:
+        """Return the question. `defaults`, `strict`: the server's. Raises Refusal or UsageError."""
         if self.prompt is None:
             request, system, turns = _conversation(self.messages, self.system)
         else:
             request, system, turns = Request(self.prompt, messages=(("user", self.prompt),)), "", None
         tools, grammar = self._tools()
-        given = {**self.own.options(), **self.given, "system": system or options.system}
+        options = {**self.kvtool.options(), **self.options, "system": system or defaults.system}
         if grammar and request.prefill:
             raise Refusal(400, "unsupported", "a prefilled answer cannot follow a schema", param="messages")
         if grammar or request.prefill:
-            if self.own.cite:
+            if self.kvtool.cite:
                 what = "cite does not apply to an answer that follows a schema or is prefilled"
                 raise Refusal(400, "unsupported", what, "leave it out", "kvtool.cite")
-            given["cite"] = False
+            options["cite"] = False
         if grammar:  # a text that is cut off follows none
-            given |= {"grammar": grammar, "stop_repeats": False, "min_tokens": 0}
-        choice = ChunkChoice(chunks=tuple(self.own.chunks), documents=tuple(self.own.documents))
-        if choice.chunks or choice.documents or not self.own.spot:
+            options |= {"grammar": grammar, "stop_repeats": False, "min_tokens": 0}
+        choice = ChunkChoice(chunks=tuple(self.kvtool.chunks), documents=tuple(self.kvtool.documents))
+        if choice.chunks or choice.documents or not self.kvtool.spot:
             request = replace(request, chunks=choice.chunks, documents=choice.documents, messages=())
         return Ask(
             request,
-            replace(options, **given),
+            replace(defaults, **options),
             () if grammar else tuple(self.stop),
             turns,
-            must_find=strict if self.own.strict is None else self.own.strict,
+            must_find=strict if self.kvtool.strict is None else self.kvtool.strict,
             tools=tools,
             parallel=self.parallel,
         )
 
     def _tools(self) -> tuple[Tools, str]:
-        """Return the tools that the model is told of, and its answer's grammar; "" if it has none."""
+        """Return the tools that the model is texts of, and its answer's grammar; "" if it has none."""
         choice, functions = self.choice, self.functions
         mode, names = choice.type, {each.name for each in functions}
         chosen = {each.name for each in choice.tools} if mode == "allowed_tools" else {choice.name}
@@ -106,7 +106,7 @@ class Chat:
             functions, mode = [each for each in functions if each.name in chosen], choice.mode
         offered = [] if mode == "none" else [each.model_dump(include=_SHOWN) for each in functions]
         forced = [each for each in offered if mode == "required" or (mode == "function" and each["name"] in chosen)]
-        schema = None if forced or self.format is None else self.format.schema_of_answer
+        schema = None if forced or self.format is None else self.format.answer_schema
         tools = tuple({"type": "function", "function": each} for each in offered)
         if not forced and schema is None:
             return tools, ""
@@ -122,24 +122,24 @@ def _conversation(messages: Sequence[Message], system: str) -> tuple[Request, st
     end = len(messages)
     while end and messages[end - 1].role in ("assistant", "system") and not messages[end - 1].kind:
         end -= 1
-    begun = [each.text.rstrip() for each in messages[end:] if each.role == "assistant"]
-    own = [Message("system", system)] if system else []
-    kept = [*own, *messages[:end], *(each for each in messages[end:] if each.role == "system")]
-    spoken = [(each.role, each.text.strip()) for each in kept if each.role != "system"]
-    if not spoken or spoken[-1][0] != "user":
-        what = "messages ends with a call that has no result" if spoken else "messages has no message of the user"
+    prefill = [each.text.rstrip() for each in messages[end:] if each.role == "assistant"]
+    instruction = [Message("system", system)] if system else []
+    ordered = [*instruction, *messages[:end], *(each for each in messages[end:] if each.role == "system")]
+    dialogue = [(each.role, each.text.strip()) for each in ordered if each.role != "system"]
+    if not dialogue or dialogue[-1][0] != "user":
+        what = "messages ends with a call that has no result" if dialogue else "messages has no message of the user"
         raise Refusal(400, "no_question", what, param="messages")
-    if not spoken[-1][1]:
+    if not dialogue[-1][1]:
         raise UsageError("the question is empty", "ask something")
-    turns, question = _turns(spoken)
-    told = tuple((each.role, each.text) for each in kept)
-    request = Request(question, messages=told, prefill="\n\n".join(filter(None, begun)))
-    return request, "\n\n".join(text for role, text in told if role == "system"), turns
+    turns, question = _turns(dialogue)
+    texts = tuple((each.role, each.text) for each in ordered)
+    request = Request(question, messages=texts, prefill="\n\n".join(filter(None, prefill)))
+    return request, "\n\n".join(text for role, text in texts if role == "system"), turns
 
 
-def _turns(spoken: list[tuple[str, str]]) -> tuple[Turns, str]:
+def _turns(dialogue: list[tuple[str, str]]) -> tuple[Turns, str]:
     """Join successive messages of one role; a greeting of the assistant becomes part of the first question."""
-    groups = [(role, [text for _, text in group if text]) for role, group in groupby(spoken, lambda one: one[0])]
+    groups = [(role, [text for _, text in group if text]) for role, group in groupby(dialogue, lambda one: one[0])]
     if groups[0][0] == "assistant":
         (_, greeting), (_, first), *later = groups
         groups = [("user", [*(f"Assistant: {text}" for text in greeting), *first]), *later]
@@ -155,7 +155,7 @@ class Question(Sampling):
 
     model: Name = ""
     stream: bool = False
-    kvtool: Own = Own()
+    kvtool: KvtoolOptions = KvtoolOptions()
 
     @classmethod
     def read_chat(cls, value: Mapping[str, Any]) -> Chat:
@@ -163,8 +163,8 @@ class Question(Sampling):
 
     def chat(self, **more: Any) -> Chat:
         """Return the request in the words of all dialects."""
-        own: dict[str, Any] = {"own": self.kvtool, "given": self.sampling(), "stream": self.stream, "model": self.model}
-        return Chat(**own | more)
+        more = {"options": self.sampling()} | more
+        return Chat(kvtool=self.kvtool, stream=self.stream, model=self.model, **more)
 
 
 class OpenAIQuestion(Question):

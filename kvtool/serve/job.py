@@ -115,28 +115,28 @@ class Answer:
     calls: tuple[Call, ...] = ()
 
     @classmethod
-    def of(cls, reply: Reply, job: Job, begun: PreparedAnswer) -> Answer:
-        said = reply.generated
+    def of(cls, reply: Reply, job: Job, prepared: PreparedAnswer) -> Answer:
+        generated = reply.generated
         return cls(
             text=reply.answer,
-            finish="stop" if said.finish == "repeat" else said.finish,
+            finish="stop" if generated.finish == "repeat" else generated.finish,
             chunks=tuple(reply.chunks),
             places=tuple(reply.places),
             facts=reply.to_json(),
-            steps=said.steps,
-            stepper=said.stepper,
+            steps=generated.steps,
+            stepper=generated.stepper,
             queue_ms=job.queue_ms,
             others_ms=job.others_ms,
             warnings=tuple(job.warnings),
-            logprobs=_logprobs(begun, len(said.ids)),
-            stop=said.stop if said.stop in job.ask.stop else None,
+            logprobs=_logprobs(prepared, len(generated.ids)),
+            stop=generated.stop if generated.stop in job.ask.stop else None,
         )
 
 
-def _logprobs(begun: PreparedAnswer, count: int) -> list[dict[str, Any]] | None:
-    if begun.options.top_logprobs is None:
+def _logprobs(prepared: PreparedAnswer, count: int) -> list[dict[str, Any]] | None:
+    if prepared.options.top_logprobs is None:
         return None
-    text_of = cache(lambda token: begun.session.tokenizer.decode([token]))
+    text_of = cache(lambda token: prepared.session.tokenizer.decode([token]))
 
     def entry(token: int, log_p: float) -> dict[str, Any]:
         text = text_of(token)
@@ -146,7 +146,7 @@ def _logprobs(begun: PreparedAnswer, count: int) -> list[dict[str, Any]] | None:
             "bytes": None if "\ufffd" in text else list(text.encode()),
         }
 
-    noted = begun.sampling.noted[:count]
+    noted = prepared.sampling.noted[:count]
     return [entry(*chosen) | {"top_logprobs": [entry(*one) for one in best]} for chosen, best in noted]
 
 
@@ -158,21 +158,21 @@ Tell = Callable[[Event], None]
 
 @dataclass(slots=True)
 class CachedConversation:
-    """A question at its first token. `kept`: rows of earlier turns that were cached. `reason`: why not all turns were.
+    """A question at its first token. `rows`: those of earlier turns that were cached. `reason`: why not all turns were.
     `restored`: turns that were computed again, in `ms`."""
 
     conversation: Conversation
-    begun: PreparedAnswer
-    kept: int
+    prepared: PreparedAnswer
+    rows: int
     reason: str
     ms: float
     restored: Sequence[PreparedAnswer]
 
-    def reply(self, said: Generated, checked: Check | None = None) -> Reply:
-        reply = self.conversation.take(self.begun, said, checked)
+    def reply(self, generated: Generated, checked: Check | None = None) -> Reply:
+        reply = self.conversation.take(self.prepared, generated, checked)
         resident = reply.tokens["resident"]
-        kept = min(self.kept, resident)
-        reply.turn |= {"number": len(self.conversation.said), "cached": kept, "restored": resident - kept}
+        cached = min(self.rows, resident)
+        reply.turn |= {"number": len(self.conversation.said), "cached": cached, "restored": resident - cached}
         if self.reason:
             reply.turn["reason"] = self.reason
         reply.timing_ms["earlier"] = self.ms
@@ -180,9 +180,9 @@ class CachedConversation:
         return reply
 
     def keep(self) -> None:
-        for begun in self.restored:
-            begun.keep(again=True)
-        self.begun.keep()
+        for prepared in self.restored:
+            prepared.keep(again=True)
+        self.prepared.keep()
 
 
 @dataclass(eq=False, slots=True)

@@ -68,14 +68,14 @@ class _Body(LogProbs):
     model: requests.Name = ""
     stream: bool = True
     options: _Options = _Options()
-    kvtool: requests.Own = requests.Own()
+    kvtool: requests.KvtoolOptions = requests.KvtoolOptions()
     format: Annotated[requests.Format | None, BeforeValidator(_format_of)] = None
     keep_alive: Annotated[Any, AfterValidator(_duration)] = None
 
     def chat(self, **more: Any) -> Chat:
         return Chat(
-            own=self.kvtool,
-            given=self.options.sampling() | self.counted(),
+            kvtool=self.kvtool,
+            options=self.options.sampling() | self.counted(),
             format=self.format,
             format_name="format",
             stop=self.options.stop,

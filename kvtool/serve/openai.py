@@ -70,9 +70,9 @@ class _Completion(OpenAIQuestion):
 
     def chat(self, **more: Any) -> Chat:
         biases = tuple(f"{token}={bias:f}" for token, bias in self.logit_bias.items())
-        given = self.sampling() | {"logit_bias": biases} | more.pop("given", {})
+        options = self.sampling() | {"logit_bias": biases} | more.pop("options", {})
         usage = self.stream_options.include_usage
-        return super().chat(given=given, stop=self.stop, usage=usage, **more)
+        return super().chat(options=options, stop=self.stop, usage=usage, **more)
 
 
 class CompletionBody(_Completion):
@@ -94,7 +94,7 @@ class ChatBody(_Completion, LogProbs):
             functions=[each.function for each in self.tools],
             choice=self.tool_choice,
             format=self.response_format,
-            given=self.counted(),
+            options=self.counted(),
         )
 
 

@@ -77,7 +77,7 @@ class Part(BaseModel):
         code, path, message, hint = complaint.code, complaint.path, complaint.message, complaint.hint
         if code == "unknown_parameter":
             name = path.rpartition(".")[2]
-            hint = did_you_mean(name, [*cls.model_fields, *Own.model_fields])
+            hint = did_you_mean(name, [*cls.model_fields, *KvtoolOptions.model_fields])
             if name in NEUTRAL:
                 code, message = "unsupported", f"{path} cannot be {reprlib.repr(complaint.value)}"
                 hint = f"leave it out, or send {NEUTRAL[name][0]!r}"
@@ -194,7 +194,7 @@ def _accept(value: Any, info: Info) -> Any:
 Option = Annotated[Any, AfterValidator(_accept)]
 
 
-class Own(StrictPart):
+class KvtoolOptions(StrictPart):
     """The field `kvtool`: options of a question that clients may set. None names a file or a model of this machine."""
 
     documents: Names = []
@@ -288,8 +288,8 @@ class FunctionTool(Part):
     function: Function
 
 
-def _flat(value: Any, *names: str) -> Any:
-    """Return an object with the members of those that it has at one of these names: dialects differ in that."""
+def _flattened(value: Any, *names: str) -> Any:
+    """Return an object with the members of the one that it has at one of these names: dialects differ in that."""
     inner = [value[name] for name in names if isinstance(value.get(name), dict)] if isinstance(value, dict) else []
     return {**inner[0], **value} if inner else value
 
@@ -301,7 +301,7 @@ class _NamedTool(Part):
     @model_validator(mode="before")
     @classmethod
     def _flat(cls, value: Any) -> Any:
-        return _flat(value, "function")
+        return _flattened(value, "function")
 
 
 class ToolChoice(Part):
@@ -313,29 +313,29 @@ class ToolChoice(Part):
     @model_validator(mode="before")
     @classmethod
     def _flat(cls, value: Any) -> Any:
-        return {"type": value} if isinstance(value, str) else _flat(value, "function", "allowed_tools")
+        return {"type": value} if isinstance(value, str) else _flattened(value, "function", "allowed_tools")
 
 
 class Format(Part):
     """A form of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
-    own_schema: Schema | None = Field(None, alias="schema")
+    json_schema: Schema | None = Field(None, alias="schema")
 
     @model_validator(mode="before")
     @classmethod
     def _flat(cls, value: Any) -> Any:
-        return _flat(value, "json_schema")
+        return _flattened(value, "json_schema")
 
     @model_validator(mode="after")
     def _has_schema(self) -> Self:
-        if self.type == "json_schema" and self.own_schema is None:
+        if self.type == "json_schema" and self.json_schema is None:
             raise invalid("missing", "{name} has no `schema`")
         return self
 
     @property
-    def schema_of_answer(self) -> dict[str, Any] | None:
-        return None if self.type == "text" else self.own_schema or {"type": "object"}
+    def answer_schema(self) -> dict[str, Any] | None:
+        return None if self.type == "text" else self.json_schema or {"type": "object"}
 
 
 def _arguments_of(given: Any) -> Any:

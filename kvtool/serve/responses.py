@@ -93,8 +93,8 @@ class ResponsesBody(OpenAIQuestion):
     prompt_cache_key: requests.Name = ""
 
     def chat(self, **more: Any) -> Chat:
-        own = {"system": self.instructions, "functions": self.tools, "choice": self.tool_choice}
-        return super().chat(**own, format=self.text.format, format_name="text.format", **more)
+        fields: dict[str, Any] = {"system": self.instructions, "functions": self.tools, "choice": self.tool_choice}
+        return super().chat(**fields, format=self.text.format, format_name="text.format", **more)
 
 
 # ---- remembered responses ----

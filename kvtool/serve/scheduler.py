@@ -50,10 +50,10 @@ class Scheduler:
         self._current: Job | None = None  # that is being computed, so that warnings belong to it
         self._stepped = self._step_took = 0.0  # end of the last step by `time.monotonic()`, and its seconds
         self._drafts: deque[Job] = deque()  # of those, answers that full prefill is to check
-        self._unkept: deque[Generator[Step]] = deque()  # of jobs that are done
+        self._finished: deque[Generator[Step]] = deque()  # of jobs that are done
         self._learner = Learner() if options.learn else None
         self._seconds = 1.0  # moving average of an answer's duration
-        self._taking, self._stopped = True, False
+        self._accepting, self._stopped = True, False
         self._thread = threading.Thread(target=self._run, name="kvtool-engine", daemon=True)
 
     # ---- from any thread ----
@@ -77,7 +77,7 @@ class Scheduler:
         """Add a question. If the queue is full, the newest of the client with the most is refused."""
         job = Job(ask, tell, self._timeout)
         with self._changed:
-            if not self._taking:
+            if not self._accepting:
                 raise BusyError("the server is about to end", _RETRY_AFTER[0])
             last = self._waiting.add(job)
             least, most = _RETRY_AFTER
@@ -108,11 +108,11 @@ class Scheduler:
 
     def refuse(self) -> None:
         with self._changed:
-            self._taking = False
+            self._accepting = False
 
     def close(self) -> None:
         with self._changed:
-            self._taking, self._stopped = False, True
+            self._accepting, self._stopped = False, True
             self._changed.notify_all()
         if self._thread.ident is not None:
             self._thread.join()
@@ -136,7 +136,7 @@ class Scheduler:
 
     @property
     def _can_learn(self) -> bool:
-        return self._taking and self.learning > 0 and not self._running and not self._waiting
+        return self._accepting and self.learning > 0 and not self._running and not self._waiting
 
     def _turn(self) -> None:
         jobs = [self._next(), self._suspended.popleft() if self._suspended else None]
@@ -147,8 +147,8 @@ class Scheduler:
         self._step()
         if self._drafts:  # one of them, so that a question that waits begins before the next
             self._advance(self._drafts.popleft())
-        while self._unkept:
-            keep = partial(next, self._unkept.popleft(), None)
+        while self._finished:
+            keep = partial(next, self._finished.popleft(), None)
             self._do_later(keep, "the computed chunks of a prompt could not be stored")
         if self._learner is not None and self._can_learn:  # one chunk at most: a question may come meanwhile
             self._learn(self._learner)
@@ -192,7 +192,7 @@ class Scheduler:
                 self._drafts.append(job)
             elif job.answer is not None:
                 job.steps = None
-                self._unkept.append(steps)
+                self._finished.append(steps)
                 if self._learner is not None and job.ask.request.messages:
                     self._learner.add(job.ask.request)
                 self._end(job, job.answer)

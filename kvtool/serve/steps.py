@@ -47,30 +47,30 @@ def steps_of(
     """
     from kvtool.core.model.generate import AnswerSequence
 
-    begun, cached = yield from _prefill(job, model, conversations, pause)
-    fused, decoder = begun.outcome.fused, begun.session.decoder
-    kept = 0 if cached is None else min(cached.kept, fused.tokens.resident)
-    job.tokens = PromptTokens(fused.tokens.prompt, fused.tokens.reused + kept)
-    sampling, checked = replace(begun.sampling, stop=job.ask.stop), None
+    prepared, cached = yield from _prefill(job, model, conversations, pause)
+    fused, decoder = prepared.outcome.fused, prepared.session.decoder
+    cached_rows = 0 if cached is None else min(cached.rows, fused.tokens.resident)
+    job.tokens = PromptTokens(fused.tokens.prompt, fused.tokens.reused + cached_rows)
+    sampling, checked = replace(prepared.sampling, stop=job.ask.stop), None
     try:
-        sequence = job.sequence = AnswerSequence(decoder, fused.cache, begun.known, sampling, tell)
+        sequence = job.sequence = AnswerSequence(decoder, fused.cache, prepared.known, sampling, tell)
         yield Step.DECODE
-        said = sequence.end()
-        if begun.is_draft:
+        generated = sequence.end()
+        if prepared.is_draft:
             drafted = time.perf_counter()
             yield Step.VERIFY
             with decoder.pausing(partial(pause, job)):
-                checked = begun.check(said, sampling, drafted)
+                checked = prepared.check(generated, sampling, drafted)
             sequence = job.sequence = AnswerSequence(decoder, checked.exact.cache, checked.known, sampling)
             yield Step.DECODE
-            said = sequence.end()
-        job.answer = Answer.of((cached or begun).reply(said, checked), job, begun)
+            generated = sequence.end()
+        job.answer = Answer.of((cached or prepared).reply(generated, checked), job, prepared)
     finally:
         if cached is not None:
             conversations.hold(cached.conversation, job.ask.request)
     yield Step.DONE
     with decoder.pausing(partial(pause, None)):
-        (cached or begun).keep()
+        (cached or prepared).keep()
 
 
 def _prefill(
@@ -106,9 +106,9 @@ def _turns(job: Job, session: Session, conversations: ConversationCache) -> Gene
             ask = job.ask = replace(ask, request=replace(ask.request, messages=()))
             if ask.turns is None:
                 layout = lay_out(session, ask.request, ask.options, must_find=ask.must_find)
-        begun = None if layout is None else begin_answer(session, layout, ask.options)
-    if begun is not None:
-        yield begun, None
+        prepared = None if layout is None else begin_answer(session, layout, ask.options)
+    if prepared is not None:
+        yield prepared, None
         return
     for cached in conversations.begin(session, ask):
-        yield None if cached is None else (cached.begun, cached)
+        yield None if cached is None else (cached.prepared, cached)
