@@ -94,7 +94,7 @@ class Chat:
         )
 
     def _tools(self) -> tuple[Tools, str]:
-        """Return the tools that the model is texts of, and its answer's grammar; "" if it has none."""
+        """Return the tools to describe to the model, and the grammar of its answer; "" for a free one."""
         choice, functions = self.choice, self.functions
         mode, names = choice.type, {each.name for each in functions}
         chosen = {each.name for each in choice.tools} if mode == "allowed_tools" else {choice.name}

@@ -95,7 +95,7 @@ class LoadedModel:
 
         if (session := self._session) is None:
             raise ModelError("no model is loaded, so there is no tokenizer", "ingest a document first")
-        ask, tokenizer = with_tools_told(ask, session), session.tokenizer
+        ask, tokenizer = describe_tools(ask, session), session.tokenizer
         parts = parts_for(session, ask.options)
         count = len(parts.prefix) + len(question_tokens(tokenizer, ask.request.question, parts, ask.request.prefill))
         for question, answer in ask.turns or ():
@@ -117,7 +117,7 @@ class LoadedModel:
         return decoder
 
 
-def with_tools_told(ask: Ask, session: Session) -> Ask:
+def describe_tools(ask: Ask, session: Session) -> Ask:
     """Return a question whose instruction describes its tools."""
     if not ask.tools:
         return ask

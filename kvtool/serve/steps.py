@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from kvtool.core.errors import ModelError, StoreFormatError
 from kvtool.serve.conversations import ConversationCache
 from kvtool.serve.job import Answer, CachedConversation, Job, PromptTokens, Tell
-from kvtool.serve.loaded_model import LoadedModel, with_tools_told
+from kvtool.serve.loaded_model import LoadedModel, describe_tools
 
 if TYPE_CHECKING:
     from kvtool.core.query.answer import PreparedAnswer
@@ -99,7 +99,7 @@ def _turns(job: Job, session: Session, conversations: ConversationCache) -> Gene
     from kvtool.core.query.answer import begin_answer
     from kvtool.core.query.prompt import lay_out, lay_out_messages
 
-    ask = with_tools_told(job.ask, session)
+    ask = describe_tools(job.ask, session)
     with session.lock, session.store.view():
         layout = lay_out_messages(session, ask.request, ask.options)
         if layout is None:
