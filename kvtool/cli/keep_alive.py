@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.cli.answers import end_answer, show_numbers, show_sources
 from kvtool.cli.options import Run
-from kvtool.core.cache.layout import read_uuid
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.common.children import HOME, python
 from kvtool.core.common.files import cache_dir, make_folder, new_file
@@ -349,7 +348,7 @@ class EngineProcess:
         from kvtool.serve.server import Listener, serve
 
         self._record.write()
-        self._uuid = read_uuid(self._place)
+        self._uuid = _uuid_of(self._place)
         engine, listeners = shell_engine(self._place, model, memory_cache), list[Listener]()
         try:
             engine.start()
@@ -401,10 +400,16 @@ class EngineProcess:
     def _is_reachable(self) -> bool:
         """Return True if questions of the store come here, and `kvtool stop` finds this process by its log."""
         try:
-            is_same = read_uuid(self._place) == self._uuid
+            is_same = _uuid_of(self._place) == self._uuid
             return is_same and os.lstat(self._socket).st_ino == self._inode and os.path.exists(self._record.log)
         except (OSError, KvtoolError):
             return False
+
+
+def _uuid_of(store: Path) -> str:
+    from kvtool.core.cache.layout import read_uuid
+
+    return read_uuid(store)
 
 
 def main() -> None:
