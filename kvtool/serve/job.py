@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from kvtool.core.query.answer import PreparedAnswer
     from kvtool.core.query.conversation import Conversation
     from kvtool.core.query.verify import Check
-    from kvtool.serve.steps import Step
 
 
 class BusyError(KvtoolError):
@@ -183,6 +183,17 @@ class CachedConversation:
         for prepared in self.restored:
             prepared.keep(again=True)
         self.prepared.keep()
+
+
+class Step(Enum):
+    """What a job has come to.
+
+    PREFILL: a turn of its prompt is computed, but not the last one. DECODE: its `sequence` is to be decoded to its end.
+    VERIFY: its draft is complete, and full prefill is to check it. DONE: its `answer` is complete; what was computed
+    for it is not stored yet.
+    """
+
+    PREFILL, DECODE, VERIFY, DONE = auto(), auto(), auto(), auto()
 
 
 @dataclass(eq=False, slots=True)

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 from kvtool.core.cache.environment import Closed
 from kvtool.core.common.types import Warn
 from kvtool.serve.conversations import ConversationCache
-from kvtool.serve.job import Answer, Ask, BusyError, Event, FairQueue, Job, LeftError, Tell, as_error
+from kvtool.serve.job import Answer, Ask, BusyError, Event, FairQueue, Job, LeftError, Step, Tell, as_error
 from kvtool.serve.learning import Learner
 from kvtool.serve.loaded_model import LoadedModel
 from kvtool.serve.options import ServeOptions
-from kvtool.serve.steps import Step, steps_of
+from kvtool.serve.steps import steps_of
 
 if TYPE_CHECKING:
     from kvtool.core.model.generate import ContinuousBatch

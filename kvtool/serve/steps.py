@@ -6,29 +6,17 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import replace
-from enum import Enum, auto
 from functools import partial
 from typing import TYPE_CHECKING
 
 from kvtool.core.errors import ModelError, StoreFormatError
 from kvtool.serve.conversations import ConversationCache
-from kvtool.serve.job import Answer, CachedConversation, Job, PromptTokens, Tell
+from kvtool.serve.job import Answer, CachedConversation, Job, PromptTokens, Step, Tell
 from kvtool.serve.loaded_model import LoadedModel, describe_tools
 
 if TYPE_CHECKING:
     from kvtool.core.query.answer import PreparedAnswer
     from kvtool.core.session.session import Session
-
-
-class Step(Enum):
-    """What a job has come to.
-
-    PREFILL: a turn of its prompt is computed, but not the last one. DECODE: its `sequence` is to be decoded to its end.
-    VERIFY: its draft is complete, and full prefill is to check it. DONE: its `answer` is complete; what was computed
-    for it is not stored yet.
-    """
-
-    PREFILL, DECODE, VERIFY, DONE = auto(), auto(), auto(), auto()
 
 
 _Prompt = tuple["PreparedAnswer", CachedConversation | None]
