@@ -60,17 +60,14 @@ class _Message(requests.Part):
 
     def messages(self, path: str) -> list[Message]:
         """Return the message, with results of tools as messages before it."""
-        texts = [block.text for block in self.content if block.type == "text"]
-        results = [
-            result_message("Error:\n" * block.is_error + block.content, path)
-            for block in self.content
-            if block.type == "tool_result"
-        ]
-        uses = [block for block in self.content if block.type == "tool_use"]
-        if uses:
+        text = "\n".join(block.text for block in self.content if block.type == "text")
+        results = [block for block in self.content if block.type == "tool_result"]
+        if uses := [block for block in self.content if block.type == "tool_use"]:
             calls = [requests.SentCall(name=block.name, arguments=block.input) for block in uses]
-            return [call_message("\n".join(texts), calls, path)]
-        return results if results and not texts else [*results, Message(self.role, "\n".join(texts), "", path)]
+            return [call_message(text, calls, path)]
+        messages = [result_message("Error:\n" * block.is_error + block.content, path) for block in results]
+        has_text = any(block.type == "text" for block in self.content)
+        return [*messages, Message(self.role, text, path=path)] if has_text or not messages else messages
 
 
 class _Tool(requests.StrictPart):

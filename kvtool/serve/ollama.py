@@ -72,6 +72,10 @@ class _Body(LogProbs):
     format: Annotated[requests.Format | None, BeforeValidator(_format_of)] = None
     keep_alive: Annotated[Any, AfterValidator(_duration)] = None
 
+    @classmethod
+    def read_chat(cls, value: Mapping[str, Any]) -> Chat:
+        return cls.read(value).chat()
+
     def chat(self, **more: Any) -> Chat:
         return Chat(
             kvtool=self.kvtool,
@@ -89,21 +93,17 @@ class ChatBody(_Body):
     messages: Annotated[list[_Message], requests.Messages] = []
     tools: Annotated[list[requests.FunctionTool], requests.ToolList, requests.ShortJson] = []
 
-    @classmethod
-    def read_chat(cls, value: Mapping[str, Any]) -> Chat:
-        body = cls.read(value)
-        messages = [each.message(f"messages.{number}") for number, each in enumerate(body.messages)]
-        return body.chat(messages=messages, functions=[each.function for each in body.tools])
+    def chat(self, **more: Any) -> Chat:
+        messages = [each.message(f"messages.{number}") for number, each in enumerate(self.messages)]
+        return super().chat(messages=messages, functions=[each.function for each in self.tools])
 
 
 class GenerateBody(_Body):
     prompt: requests.Text = ""
     system: requests.Text = ""
 
-    @classmethod
-    def read_chat(cls, value: Mapping[str, Any]) -> Chat:
-        body = cls.read(value)
-        return body.chat(messages=[Message("user", body.prompt)], system=body.system)
+    def chat(self, **more: Any) -> Chat:
+        return super().chat(messages=[Message("user", self.prompt)], system=self.system)
 
 
 class ShowBody(requests.Part):
