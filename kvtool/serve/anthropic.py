@@ -70,16 +70,10 @@ class _Message(requests.Part):
         return [*messages, Message(self.role, text, path=path)] if has_text or not messages else messages
 
 
-class _Tool(requests.StrictPart):
-    name: requests.Name
-    description: str = ""
-    input_schema: requests.Parameters = {}
+class _Tool(requests.Function):
+    parameters: requests.Parameters = Field({}, alias="input_schema")
     type: Literal["custom"] = "custom"
     cache_control: Any = None
-    strict: Any = None
-
-    def function(self) -> requests.Function:
-        return requests.Function(name=self.name, description=self.description, parameters=self.input_schema)
 
 
 class _Choice(requests.StrictPart):
@@ -116,7 +110,7 @@ class MessagesBody(Question):
         return super().chat(
             messages=[each for number, one in enumerate(self.messages) for each in one.messages(f"messages.{number}")],
             system=self.system,
-            functions=[each.function() for each in self.tools],
+            functions=self.tools,
             choice=self.tool_choice.choice(),
             format=self.output_config.format,
             format_name="output_config.format",

@@ -76,8 +76,9 @@ class Part(BaseModel):
             complaint = complaint_of(error)
         code, path, message, hint = complaint.code, complaint.path, complaint.message, complaint.hint
         if code == "unknown_parameter":
-            name = path.rpartition(".")[2]
-            hint = did_you_mean(name, [*cls.model_fields, *KvtoolOptions.model_fields])
+            parent, _, name = path.rpartition(".")
+            known = {"": cls.model_fields, "kvtool": KvtoolOptions.model_fields}.get(parent, {})
+            hint = did_you_mean(name, known) or (f"known: {', '.join(known)}" if parent == "kvtool" else "")
             if name in NEUTRAL:
                 code, message = "unsupported", f"{path} cannot be {reprlib.repr(complaint.value)}"
                 hint = f"leave it out, or send {NEUTRAL[name][0]!r}"

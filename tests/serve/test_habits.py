@@ -135,6 +135,8 @@ def test_sampling_parameters_are_options_of_the_question() -> None:
         (RESPONSES, {"metadata": {"store": 5}}, "metadata.store"),
         (MESSAGES, {"output_config": {"format": {}}}, "output_config.format"),
         (MESSAGES, {"tools": [{"name": "f", "input_schema": 5}]}, "tools.0.input_schema"),
+        (MESSAGES, {"tools": [{"name": "a b"}]}, "tools.0.name"),
+        (MESSAGES, {"tools": [{"name": "f", "parameters": {}}]}, "tools.0.parameters"),
         (MESSAGES, {"max_tokens": -1}, "max_tokens"),
         (MESSAGES, {"messages": [*CALLED, {"role": "user", "content": 5}]}, "messages.3.content"),
         (MESSAGES, {"stop_sequences": ["x"] * 17}, "stop_sequences"),
