@@ -52,7 +52,9 @@ class _Message(requests.Part):
     content: Annotated[list[_Block], BeforeValidator(_blocks_of)] = []
 
     @model_validator(mode="after")
-    def _has_own_blocks(self) -> Self:
+    def _is_complete(self) -> Self:
+        if self.role == "user" and "content" not in self.model_fields_set:
+            raise requests.invalid("missing", "{name} has no content")
         foreign = "tool_use" if self.role == "user" else "tool_result"
         if any(block.type == foreign for block in self.content):
             raise requests.invalid("unsupported", f"{{name}}: a message of the {self.role} has no {foreign}")

@@ -38,7 +38,7 @@ def result_message(text: str, path: str) -> Message:
     return Message("user", f"{RESULT}\n{text}\n{RESULT_END}", "result", path)
 
 
-_AUTO = ToolChoice()
+_AUTO = ToolChoice(type="auto")
 _SHOWN = {"name", "description", "parameters"}
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -55,6 +55,10 @@ class _Options(requests.Sampling):
 
 
 class _Message(ChatMessage):
+    model_config = ConfigDict(extra="forbid")
+    thinking: Any = None  # which only the model reads that has written it
+    tool_name: Any = None
+    tool_call_id: Any = None
     images: list[Any] = []
 
     @model_validator(mode="after")

@@ -85,7 +85,7 @@ class CompletionBody(_Completion):
 class ChatBody(_Completion, LogProbs):
     messages: Annotated[list[ChatMessage], requests.Messages] = []
     tools: Annotated[list[requests.FunctionTool], requests.ToolList, requests.ShortJson] = []
-    tool_choice: requests.ToolChoice = requests.ToolChoice()
+    tool_choice: requests.ToolChoice = requests.ToolChoice(type="auto")
     response_format: requests.Format | None = None
 
     def chat(self, **more: Any) -> Chat:

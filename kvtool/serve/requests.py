@@ -79,7 +79,7 @@ class Part(BaseModel):
             parent, _, name = path.rpartition(".")
             known = {"": cls.model_fields, "kvtool": KvtoolOptions.model_fields}.get(parent, {})
             hint = did_you_mean(name, known) or (f"known: {', '.join(known)}" if parent == "kvtool" else "")
-            if name in NEUTRAL:
+            if name in NEUTRAL and parent in ("", "options"):
                 code, message = "unsupported", f"{path} cannot be {reprlib.repr(complaint.value)}"
                 hint = f"leave it out, or send {NEUTRAL[name][0]!r}"
         raise Refusal(400, code, message, hint, path or None)
@@ -306,7 +306,7 @@ class _NamedTool(Part):
 
 
 class ToolChoice(Part):
-    type: Literal["auto", "none", "required", "function", "allowed_tools"] = "auto"
+    type: Literal["auto", "none", "required", "function", "allowed_tools"]
     name: Name = ""  # of a function
     mode: Literal["auto", "none", "required"] = "auto"  # of allowed tools
     tools: Annotated[list[_NamedTool], ToolList] = []

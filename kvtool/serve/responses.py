@@ -47,7 +47,7 @@ class _Item(requests.Part):
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     id: requests.Name = ""
-    role: Literal["system", "developer", "user", "assistant"] = "user"
+    role: Literal["system", "developer", "user", "assistant", "tool"] = "user"
     content: requests.Content | None = None
     name: requests.Name = ""
     arguments: requests.Arguments = {}
@@ -64,8 +64,8 @@ class _Item(requests.Part):
     def message(self, path: str) -> Message:
         if self.type == "function_call":
             return call_message("", [requests.SentCall(name=self.name, arguments=self.arguments)], path)
-        if self.type == "function_call_output":
-            return result_message(self.output, path)
+        if self.type == "function_call_output" or self.role == "tool":
+            return result_message(self.output or self.content or "", path)
         return Message("system" if self.role == "developer" else self.role, self.content or "", path=path)
 
 
@@ -84,7 +84,7 @@ class ResponsesBody(OpenAIQuestion):
     previous_response_id: requests.Name = ""
     include: list[Literal["reasoning.encrypted_content"]] = []  # of other models
     tools: Annotated[list[_Tool], requests.ToolList, requests.ShortJson] = []
-    tool_choice: requests.ToolChoice = requests.ToolChoice()
+    tool_choice: requests.ToolChoice = requests.ToolChoice(type="auto")
     text: _TextOptions = _TextOptions()
     store: bool = True
     metadata: dict[str, requests.Name] = {}
