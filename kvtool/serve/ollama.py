@@ -119,7 +119,6 @@ class EmbedBody(requests.Body):
     model: requests.Name = ""
     input: Texts
     truncate: Literal[True] = True
-    options: Any = None
 
 
 # ---- responses ----

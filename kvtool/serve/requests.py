@@ -40,6 +40,8 @@ _NEUTRAL: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("top_a xtc_probability dry_multiplier dynatemp_range", (0.0,)),
     ("length_penalty typical_p tfs_z", (1.0,)),
     ("suffix template", ("",)),
+    ("functions images context stop_token_ids context_management", ([],)),
+    ("options web_search_options", ({},)),
     ("logprobs echo raw background think enable_thinking use_beam_search continue_final_message", (False,)),
     ("include_stop_str_in_output timings_per_token return_progress logits_all vocab_only embedding_only", (False,)),
     ("add_generation_prompt skip_special_tokens spaces_between_special_tokens", (True,)),
