@@ -117,7 +117,8 @@ Name = Annotated[str, Field(max_length=LONGEST_NAME)]
 Text = Annotated[str, Field(max_length=LONGEST_TEXT)]
 Names = Annotated[list[Name], BeforeValidator(as_list), Field(max_length=MOST_NAMES)]
 Stops = Annotated[list[Annotated[str, Field(max_length=1000)]], BeforeValidator(as_list), Field(max_length=16)]
-Messages = Field(max_length=4096)
+MOST_MESSAGES = 4096
+Messages = Field(max_length=MOST_MESSAGES)
 """Limit of a list of messages."""
 
 # ---- options ----

@@ -311,6 +311,9 @@ class Responses:
             messages += self._remembered.exchange(owner, before, "previous_response_id").messages
         given = enumerate(body.input)
         messages += [each.message(f"input.{number}") for number, each in given if each.type != "reasoning"]
+        if (count := len(messages)) > requests.MOST_MESSAGES:
+            most = f"at most {requests.MOST_MESSAGES:,}"
+            raise Refusal(400, "too_many", f"the conversation has {count:,} messages", most, "previous_response_id")
         return body.chat(messages=messages)
 
     async def count(self, request: Request) -> Response:
