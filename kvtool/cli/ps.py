@@ -6,15 +6,15 @@ import time
 from typing import Any
 
 from kvtool.cli.commands import new_app
+from kvtool.cli.keep_alive import EngineRecord, engines
 from kvtool.cli.options import Run, takes
 from kvtool.core.common.sizes import shown_size
-from kvtool.serve.kept_engine import KeptEngine, kept_engines
 
 app = new_app()
 _HEAD = ("process", "memory", "since", "expires", "questions", "model", "store", "log")
 
 
-def row(engine: KeptEngine) -> dict[str, Any]:
+def row(engine: EngineRecord) -> dict[str, Any]:
     return {
         **{name: getattr(engine, name) for name in ("store", "pid", "log", "started", "requests")},
         **{"model": engine.model or None, "expires": engine.ends or None, "memory_bytes": engine.memory},
@@ -25,7 +25,7 @@ def row(engine: KeptEngine) -> dict[str, Any]:
 @takes(examples=("ps", "ps --json"))
 def ps(run: Run) -> None:
     """List the models that `query` keeps loaded."""
-    found = kept_engines()
+    found = engines()
 
     def show() -> None:
         if found:
@@ -36,7 +36,7 @@ def ps(run: Run) -> None:
     run.out.result({"engines": [row(each) for each in found]}, human=show)
 
 
-def _cells(each: KeptEngine) -> tuple[object, ...]:
+def _cells(each: EngineRecord) -> tuple[object, ...]:
     memory = "unknown" if each.memory is None else shown_size(each.memory)
     model, ends = each.model or "is loaded now", _clock(each.ends) if each.ends else ""
     return each.pid, memory, _clock(each.started), ends, each.requests, model, each.store, each.log

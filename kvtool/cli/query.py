@@ -18,8 +18,8 @@ import typer
 
 from kvtool.cli.answers import end_answer, show_decision, show_explained, show_numbers, show_runs, show_sources
 from kvtool.cli.batch import answer_batch
-from kvtool.cli.beside import answered_beside, check_kept, is_kept_asked
 from kvtool.cli.commands import new_app
+from kvtool.cli.keep_alive import answer_by_server, check_keep_alive, is_keep_alive_given
 from kvtool.cli.options import Question, Run, open_any_store, takes
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.collecting import paused_collection
@@ -77,7 +77,7 @@ def query(
     """Answer a question from the stored documents, or hold a conversation."""
     flags, options = run.get(QueryFlags), run.get(QueryOptions)
     is_bare = question is None and flags == QueryFlags() and run.get(ChunkChoice) == ChunkChoice()
-    if is_bare and run.out.is_interactive and not is_kept_asked(run):
+    if is_bare and run.out.is_interactive and not is_keep_alive_given(run):
         from kvtool.cli.chat import hold
 
         return hold(run)
@@ -90,8 +90,8 @@ def query(
         options.check_comparable()
     is_plain = run.get(KeepOptions).server and flags.batch is None and modes is None
     is_plain = is_plain and not os.environ.get(TIMELINE)
-    check_kept(run, is_plain)
-    if is_plain and answered_beside(run, requests[0]):
+    check_keep_alive(run, is_plain)
+    if is_plain and answer_by_server(run, requests[0]):
         return None
     if flags.batch is None and modes is None:
         # One answer leaves too little garbage to look at all that is imported and loaded for it: 0.6 s of a processor.

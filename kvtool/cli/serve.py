@@ -15,6 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from kvtool.cli.commands import new_app
+from kvtool.cli.keep_alive import engine_of, missing_package
 from kvtool.cli.options import Run, takes
 from kvtool.cli.out import Out, OutputClosed
 from kvtool.cli.terminal import one_line
@@ -28,7 +29,6 @@ from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import Options, option
 from kvtool.core.query.options import QueryOptions
-from kvtool.serve.kept_engine import kept_engine, missing_package
 from kvtool.serve.options import ACCESS, ServeOptions
 from kvtool.serve.unix_socket import listen, socket_path
 
@@ -146,8 +146,8 @@ def _local(run: Run, engine: Engine, requests: AccessLog, options: ServeOptions)
     place = run.get(StoreOptions).place
     if not options.socket or not isinstance(place, Path):
         return []
-    if (kept := kept_engine(place)) is not None:
-        kept.end()
+    if (engine_record := engine_of(place)) is not None:
+        engine_record.end()
     path = socket_path(place)
     try:
         bound = listen(path)

@@ -6,12 +6,12 @@ import os
 from dataclasses import dataclass
 
 from kvtool.cli.commands import new_app
+from kvtool.cli.keep_alive import engines
 from kvtool.cli.options import Run, takes
 from kvtool.cli.ps import row
 from kvtool.core.cache.options import STORE, StoreOptions
 from kvtool.core.common.sizes import counted
 from kvtool.core.options.option import Options, option
-from kvtool.serve.kept_engine import kept_engines
 
 app = new_app()
 
@@ -28,7 +28,7 @@ def stop(run: Run) -> None:
 
     Answers that are being written are finished first.
     """
-    every = kept_engines()
+    every = engines()
     wanted = None if run.get(StopFlags).all else os.path.realpath(run.folder)
     ended = [row(each) for each in every if wanted in (None, each.store)]
     for each in every:

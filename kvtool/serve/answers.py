@@ -1,6 +1,6 @@
 """Answers to HTTP requests, in whatever API a client asks: one request, one answer, one stream.
 
-A dialect is a file that reads its requests into `ChatRequest` and writes an `Answer` as a `Response`; see `Dialect`.
+A dialect is a file that reads its requests into `Chat` and writes an `Answer` as a `Response`; see `Dialect`.
 """
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, closing, suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -20,6 +19,7 @@ from kvtool.core.errors import KvtoolError
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.session.learned import EVERYBODY
 from kvtool.serve.auth import OWNER
+from kvtool.serve.chat import Chat
 from kvtool.serve.engine import Engine
 from kvtool.serve.job import Answer, Ask, Event, LeftError, PromptTokens
 from kvtool.serve.metrics import stats_of
@@ -32,19 +32,8 @@ _FORCING = ("response_format", "text", "output_config", "format", "tool_choice")
 ANY_NAME = "kvtool"  # a further name of the model
 
 
-@dataclass(frozen=True, slots=True)
-class ChatRequest:
-    """A parsed request. `usage`: whether a stream ends with a count of tokens. `model`, `user`: "" if not named."""
-
-    ask: Ask
-    stream: bool
-    usage: bool
-    model: str
-    user: str
-
-
-Read = Callable[[Mapping[str, Any], QueryOptions, bool], ChatRequest]
-"""Parses a body, with the default options and whether a question without passages is an error. Raises Refusal."""
+Read = Callable[[Mapping[str, Any]], Chat]
+"""Reads a body. Raises Refusal."""
 
 
 class Dialect(Protocol):
@@ -72,8 +61,8 @@ class Dialect(Protocol):
         """Yield the events of an error within a stream."""
 
 
-Begin = Callable[[ChatRequest, str], Dialect]
-"""Makes the response to a request; its second argument is the model's name."""
+Begin = Callable[[Chat, Ask, str], Dialect]
+"""Makes the response to a request; its last argument is the model's name."""
 
 
 class Trim:
@@ -120,28 +109,30 @@ class Answers:
             raise unknown_model(asked, name)
 
     async def count(self, value: Mapping[str, Any], read: Read) -> int:
-        asked = await self.parsed(value, read)
-        return await asyncio.to_thread(self.engine.count, asked.ask)
+        _, ask = await self.parsed(value, read)
+        return await asyncio.to_thread(self.engine.count, ask)
 
-    async def parsed(self, value: Mapping[str, Any], read: Read) -> ChatRequest:
-        work = partial(read, value, self._options, self._serving.strict)
+    async def parsed(self, value: Mapping[str, Any], read: Read) -> tuple[Chat, Ask]:
+        def work() -> tuple[Chat, Ask]:
+            chat = read(value)
+            return chat, chat.ask(self._options, self._serving.strict)
+
         compiles = any(value.get(name) for name in _FORCING)
-        asked = await (asyncio.to_thread(work) if compiles else briefly(work))
-        self.check_model(asked.model, self.engine.model_name)
-        return asked
+        chat, ask = await (asyncio.to_thread(work) if compiles else briefly(work))
+        self.check_model(chat.model, self.engine.model_name)
+        return chat, ask
 
     async def answered(
         self, request: Request, read: Read, begin: Begin, value: Mapping[str, Any] | None = None
     ) -> Response:
         """Answer a request. `value`: its body, if it is parsed already."""
         value = await body_of(request) if value is None else value
-        asked = await self.parsed(value, read)
+        chat, ask = await self.parsed(value, read)
         address = request.client.host if request.client else ""
-        question = asked.ask.request if self._serving.spot else replace(asked.ask.request, messages=())
-        request_of_owner = replace(question, owner=self.owner(request))
-        ask = replace(asked.ask, client=(address, asked.user), request=request_of_owner)
-        response = begin(asked, self.engine.model_name or ANY_NAME)
-        if asked.stream:
+        question = ask.request if self._serving.spot else replace(ask.request, messages=())
+        ask = replace(ask, client=(address, chat.user), request=replace(question, owner=self.owner(request)))
+        response = begin(chat, ask, self.engine.model_name or ANY_NAME)
+        if chat.stream:
             events = self._streamed(request, ask, response)
             first = await while_there(request, anext(events))  # an error before it has a status of its own
             return EventStream(first, events, response.media_type)

@@ -4,96 +4,125 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal, Self
 
+from pydantic import BeforeValidator, Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kvtool.core.query.options import QueryOptions
-from kvtool.serve.answers import Answers, ChatRequest, Dialect, about, cached_tokens
+from kvtool.serve import requests
+from kvtool.serve.answers import Answers, Dialect, about, cached_tokens
+from kvtool.serve.chat import Chat, Message, Question, call_message, result_message
 from kvtool.serve.job import Answer, Call, PromptTokens
-from kvtool.serve.openai import read_chat
-from kvtool.serve.parameters import ENDLESS, SAMPLING, check_parameters
-from kvtool.serve.tools import text_of
-from kvtool.serve.wire import ANTHROPIC_PATH, Refusal, body_of, check_names, error_body, renamed, taken, texts
+from kvtool.serve.wire import ANTHROPIC_PATH, Refusal, body_of, error_body
 
-_SAME = ("model", "stream", "kvtool", ENDLESS, *SAMPLING)  # as in OpenAI's chat
-_KNOWN = ("messages", "system", "stop_sequences", "tools", "tool_choice", "output_config", *_SAME)
-_TOOL = ("name", "description", "input_schema", "type", "cache_control", "strict")
-_THINKING = ("thinking", "redacted_thinking")  # blocks that only the model reads that has written them
+# ---- requests ----
+
+_NEEDED = {"text": "text", "tool_use": "name", "tool_result": "type", "thinking": "type", "redacted_thinking": "type"}
+"""Field of a block that has to be there, by its type."""
 
 
-def read_message(value: Mapping[str, Any], options: QueryOptions, strict: bool) -> ChatRequest:
-    check_parameters(value, _KNOWN)
-    if taken(value, "max_tokens", int, 0) < 1:
-        raise Refusal(400, "missing", "max_tokens is missing or below 1", "the most tokens of an answer", "max_tokens")
-    given = enumerate(taken(value, "messages", list, []))
-    named = [(f"messages.{number}", each) for number, one in given for each in _messages(one, f"messages.{number}")]
-    system = text_of(value.get("system") or "", "system")
-    stops = list(texts(value, "stop_sequences"))
-    user = taken(taken(value, "metadata", dict, {}), "user_id", str, where="metadata.")
-    same = {name: value.get(name) for name in _SAME}
-    # Its `effort` is a model's that thinks.
-    form = taken(taken(value, "output_config", dict, {}), "format", dict, where="output_config.")
-    chat = {**same, "messages": [each for _, each in named], "stop": stops, "user": user, "response_format": form}
-    own = {"stop": "stop_sequences", "response_format": "output_config.format"}
-    with renamed(function="", parameters="input_schema", tool_calls="", **own):
-        return read_chat(chat | _tools(value), options, strict, system, [where for where, _ in named])
+class _Block(requests.Part):
+    """A part of a message; thinking, which only the model reads that has written it, is left out."""
+
+    type: str
+    text: requests.Text = ""
+    name: requests.Name = ""
+    input: dict[str, Any] = {}
+    content: requests.Content = ""
+    is_error: bool = False
+
+    @model_validator(mode="after")
+    def _is_known(self) -> Self:
+        if self.type not in _NEEDED:
+            raise requests.no_text(self.type)
+        if _NEEDED[self.type] not in self.model_fields_set:
+            raise requests.invalid("missing", f"{{name}} has no {_NEEDED[self.type]}")
+        return self
 
 
-_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+def _blocks_of(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-def _tools(value: Mapping[str, Any]) -> dict[str, Any]:
-    tools = []
-    for number, tool in enumerate(taken(value, "tools", list, [])):
-        if not isinstance(tool, dict) or tool.get("type", "custom") != "custom":
-            raise Refusal(400, "unsupported", f"tools.{number} is no tool of the client", param=f"tools.{number}")
-        check_names(tool, _TOOL, where=f"tools.{number}.")
-        own = {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool.get("input_schema")}
-        tools.append({"type": "function", "function": own})
-    choice = taken(value, "tool_choice", dict, {})
-    check_names(choice, ("type", "name", "disable_parallel_tool_use"), where="tool_choice.")
-    kind = choice.get("type", "auto")
-    named = {"type": "function", "function": {"name": choice.get("name")}}
-    chosen = {"tools": tools, "tool_choice": named if kind == "tool" else _CHOICES.get(str(kind), kind)}
-    is_single = taken(choice, "disable_parallel_tool_use", bool, False, where="tool_choice.")
-    return chosen | {"parallel_tool_calls": not is_single}
+class _Message(requests.Part):
+    role: Literal["user", "assistant"]
+    content: Annotated[list[_Block], BeforeValidator(_blocks_of)] = []
+
+    @model_validator(mode="after")
+    def _is_complete(self) -> Self:
+        if self.role == "user" and "content" not in self.model_fields_set:
+            raise requests.invalid("missing", "{name} has no content")
+        foreign = "tool_use" if self.role == "user" else "tool_result"
+        if any(block.type == foreign for block in self.content):
+            raise requests.invalid("unsupported", f"{{name}}: a message of the {self.role} has no {foreign}")
+        return self
+
+    def messages(self, path: str) -> list[Message]:
+        """Return the message, with results of tools as messages before it."""
+        text = "\n".join(block.text for block in self.content if block.type == "text")
+        results = [block for block in self.content if block.type == "tool_result"]
+        if uses := [block for block in self.content if block.type == "tool_use"]:
+            calls = [requests.SentCall(name=block.name, arguments=block.input) for block in uses]
+            return [call_message(text, calls, path)]
+        messages = [result_message("Error:\n" * block.is_error + block.content, path) for block in results]
+        has_text = any(block.type == "text" for block in self.content)
+        return [*messages, Message(self.role, text, path=path)] if has_text or not messages else messages
 
 
-def _messages(message: Any, where: str) -> list[Any]:
-    """Return a message as OpenAI has it: the results of tools are messages of their own. Raises Refusal."""
-    if isinstance(message, dict) and message.get("role") not in ("user", "assistant"):
-        what = f"{where} has another role than user or assistant"
-        raise Refusal(400, "unsupported", what, "instructions go into `system`", f"{where}.role")
-    content = message.get("content") if isinstance(message, dict) else None
-    if not isinstance(content, list):
-        return [message]
-    calls, results, rest = (list[Any]() for _ in range(3))
-    for block in content:
-        kind = block.get("type") if isinstance(block, dict) else None
-        if kind not in _THINKING:
-            (calls if kind == "tool_use" else results if kind == "tool_result" else rest).append(block)
-    if (calls and message["role"] == "user") or (results and message["role"] == "assistant"):
-        raise Refusal(400, "unsupported", f"{where} has calls or results of the other role", param=where)
-    said = {"role": message["role"], "content": rest or ""}
-    if calls:
-        said["tool_calls"] = [
-            {"type": "function", "function": {"name": block.get("name"), "arguments": block.get("input")}}
-            for block in calls
-        ]
-    told = [{"role": "tool", "content": _result(block)} for block in results]
-    return [*told, said] if rest or calls or not told else told
+class _Tool(requests.Function):
+    parameters: requests.Parameters = Field({}, alias="input_schema")
+    type: Literal["custom"] = "custom"
+    cache_control: Any = None
 
 
-def _result(block: Mapping[str, Any]) -> Any:
-    content = block.get("content") or ""
-    if not block.get("is_error"):
-        return content
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    return [{"type": "text", "text": "Error:"}, *parts]
+class _Choice(requests.StrictPart):
+    type: Literal["auto", "any", "none", "tool"] = "auto"
+    name: requests.Name = ""
+    disable_parallel_tool_use: bool = False
+
+    def choice(self) -> requests.ToolChoice:
+        kinds: dict[str, Any] = {"any": "required", "tool": "function"}
+        return requests.ToolChoice(type=kinds.get(self.type, self.type), name=self.name)
+
+
+class _Output(requests.Part):
+    """`effort` is of a model that thinks."""
+
+    format: requests.Format | None = None
+
+
+class _Metadata(requests.Part):
+    user_id: requests.Name = ""
+
+
+class MessagesBody(Question):
+    max_tokens: Annotated[int, Field(ge=1)]
+    messages: Annotated[list[_Message], requests.Messages] = []
+    system: requests.Content = ""
+    stop_sequences: requests.Stops = []
+    tools: Annotated[list[_Tool], requests.ToolList, requests.ShortJson] = []
+    tool_choice: _Choice = _Choice()
+    output_config: _Output = _Output()
+    metadata: _Metadata = _Metadata()
+
+    def chat(self, **more: Any) -> Chat:
+        return super().chat(
+            messages=[each for number, one in enumerate(self.messages) for each in one.messages(f"messages.{number}")],
+            system=self.system,
+            functions=self.tools,
+            choice=self.tool_choice.choice(),
+            format=self.output_config.format,
+            format_name="output_config.format",
+            parallel=not self.tool_choice.disable_parallel_tool_use,
+            stop=self.stop_sequences,
+            user=self.metadata.user_id,
+        )
+
+
+# ---- responses ----
 
 
 @dataclass(slots=True)
@@ -174,9 +203,11 @@ class Anthropic:
         self._answers = answers
 
     async def message(self, request: Request) -> Response:
-        return await self._answers.answered(request, read_message, lambda _, model: MessageResponse(model))
+        return await self._answers.answered(
+            request, MessagesBody.read_chat, lambda _, ask, model: MessageResponse(model)
+        )
 
     async def count(self, request: Request) -> Response:
         value = await body_of(request)
         value["max_tokens"] = value.get("max_tokens") or 1
-        return JSONResponse({"input_tokens": await self._answers.count(value, read_message)})
+        return JSONResponse({"input_tokens": await self._answers.count(value, MessagesBody.read_chat)})

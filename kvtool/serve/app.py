@@ -36,9 +36,10 @@ from kvtool.serve.ollama import Ollama
 from kvtool.serve.openai import OpenAI
 from kvtool.serve.options import ServeOptions
 from kvtool.serve.page import page_routes
+from kvtool.serve.requests import Names, Part, Text
 from kvtool.serve.responses import Responses
 from kvtool.serve.unix_socket import PATH, placed
-from kvtool.serve.wire import Refusal, body_of, briefly, failed, refused, texts
+from kvtool.serve.wire import Refusal, body_of, briefly, failed, refused
 
 _TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus'
 _HTTP_ERRORS = {
@@ -145,16 +146,40 @@ _HANDLERS = dict.fromkeys((Refusal, KvtoolError, HTTPException, ClientDisconnect
 # ---- the local client ----
 
 
+class ShellQuestion(Part):
+    """A question of `kvtool query`; `folder`: where it runs."""
+
+    question: Text
+    chunks: Names = []
+    documents: Names = []
+    options: dict[str, Any] = {}
+    model: dict[str, Any] = {}
+    folder: str = ""
+
+    def names_the_same(self) -> bool:
+        """Return True if file names mean the same here: both processes run in one folder, or no name is relative."""
+        embedder = self.options.get("embedder")
+        models = [embedder] if embedder and (looks_local(embedder) or os.path.exists(embedder)) else []
+        return all(map(os.path.isabs, [*self.chunks, *self.documents, *models])) or self.folder == os.getcwd()
+
+    def ask(self) -> Ask:
+        question = Question(self.question, tuple(self.chunks), tuple(self.documents))
+        try:
+            return Ask(question, QueryOptions.of(self.options), client=(_CLIENT, ""))
+        except UsageError as error:  # options of another version, or of plugins that this process lacks
+            raise Refusal(409, "other_options", error.message, error.hint) from error
+
+
 def local_app(engine: Engine, log: AccessLog) -> ASGIApp:
     """Make the application for this user's `kvtool query`, with all of its options."""
 
     async def query(request: Request) -> Response:
-        value = await body_of(request)
-        if not _is_same_model(engine.model, value.get("model", {})):
+        asked = ShellQuestion.read(await body_of(request))
+        if not _is_same_model(engine.model, asked.model):
             raise Refusal(409, "another_model", "another model is loaded here, or elsewhere")
-        if not _names_the_same(value):
+        if not asked.names_the_same():
             raise Refusal(409, "another_folder", "names of files are read from another folder here")
-        lines = _lines(engine, _ask(value), stats_of(request))
+        lines = _lines(engine, asked.ask(), stats_of(request))
         first = await while_there(request, anext(lines))
         return EventStream(first, lines, "application/x-ndjson")
 
@@ -162,26 +187,9 @@ def local_app(engine: Engine, log: AccessLog) -> ASGIApp:
     return log.of(app, [PATH], _CLIENT)
 
 
-def _is_same_model(loaded: ModelOptions, wanted: Mapping[str, Any]) -> bool:
+def _is_same_model(loaded: ModelOptions, model: Mapping[str, Any]) -> bool:
     plain, own = ModelOptions(), replace(loaded, model=placed(loaded.model))
-    return all(wanted.get(name) in (getattr(plain, name), getattr(own, name)) for name in ("model", "device", "dtype"))
-
-
-def _names_the_same(value: Mapping[str, Any]) -> bool:
-    """Return True if file names mean the same here: both processes run in one folder, or no name is relative."""
-    names = [*texts(value, "chunks"), *texts(value, "documents")]
-    embedder = value["options"].get("embedder")
-    if embedder and (looks_local(embedder) or os.path.exists(embedder)):
-        names.append(embedder)
-    return all(map(os.path.isabs, names)) or value.get("folder") == os.getcwd()
-
-
-def _ask(value: Mapping[str, Any]) -> Ask:
-    question = Question(value["question"], texts(value, "chunks"), texts(value, "documents"))
-    try:
-        return Ask(question, QueryOptions.of(value["options"]), client=(_CLIENT, ""))
-    except UsageError as error:  # options of another version, or of plugins that this process lacks
-        raise Refusal(409, "other_options", error.message, error.hint) from error
+    return all(model.get(name) in (getattr(plain, name), getattr(own, name)) for name in ("model", "device", "dtype"))
 
 
 async def _lines(engine: Engine, ask: Ask, stats: RequestStats) -> AsyncGenerator[str]:

@@ -81,21 +81,22 @@ class ConversationCache:
             options = replace(options, defer=False, slo_ms=None)
         clock = _Clock()
         conversation, reason = self._longest(session, _Key.of(options, ask.request, turns))
-        kept, restored = conversation.rows, []
+        rows, restored = conversation.rows, []
         try:
             if ahead := turns[len(conversation.said) :]:
                 yield from clock.paused(_skip_forgotten(session, conversation, ask.request, ahead, options))
             for question, answer in turns[len(conversation.said) :]:
                 request = replace(ask.request, question=question, prefill="")
-                restored.append(_begun(session, conversation, partial(conversation.give, session, request, answer)))
+                give = partial(conversation.give, session, request, answer)
+                restored.append(_begin_turn(session, conversation, give))
                 yield from clock.paused([None])
             ms = clock.ms
             begin = partial(conversation.begin, session, ask.request, options, ask.must_find)
-            begun = _begun(session, conversation, begin)
+            prepared = _begin_turn(session, conversation, begin)
         except BaseException:
             self.hold(conversation, ask.request)
             raise
-        yield CachedConversation(conversation, begun, kept, reason, ms, restored)
+        yield CachedConversation(conversation, prepared, rows, reason, ms, restored)
 
     def hold(self, conversation: Conversation, request: Request) -> None:
         """Cache a conversation. `request`: its last one, whose chunks or documents apply to the whole conversation."""
@@ -133,7 +134,7 @@ class ConversationCache:
         return conversation
 
 
-def _begun(session: Session, conversation: Conversation, turn: Callable[[], PreparedAnswer]) -> PreparedAnswer:
+def _begin_turn(session: Session, conversation: Conversation, turn: Callable[[], PreparedAnswer]) -> PreparedAnswer:
     try:
         return turn()
     except ContextFullError as error:

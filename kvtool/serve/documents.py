@@ -14,8 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated, Any, Literal, Self
 
+from pydantic import BeforeValidator, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -27,18 +28,61 @@ from kvtool.core.corpus.ignoring import Roots
 from kvtool.core.corpus.readers import file_of
 from kvtool.core.errors import KvtoolError, NoSpaceError, StoreNotFoundError, UsageError
 from kvtool.core.ingest.options import IngestOptions
-from kvtool.core.options.option import options_of
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.upkeep.forget import MuchError
 from kvtool.serve.engine import Engine
 from kvtool.serve.job import BusyError
 from kvtool.serve.options import ServeOptions
-from kvtool.serve.wire import LONGEST_TEXT, Refusal, body_of, bounded, check_names, taken, texts, within
+from kvtool.serve.requests import Name, Names, Option, Part, StrictPart, Text, invalid
+from kvtool.serve.wire import Refusal, body_of
 
 _MAX_NAME = 255  # bytes, as in file systems
-_MAX_DOCUMENT = 10**9  # characters: --max-body is less
 _RETRY_AFTER = 5  # seconds
 _NOTES = ".kvtool-sent"  # hidden: no client can name it, and no ingest reads it
+
+
+def _decoded(data: Any) -> bytes:
+    try:
+        return b64decode(data, validate=True)
+    except (ValueError, TypeError):
+        raise invalid("wrong_type", "{name} is not Base64") from None
+
+
+class SentDocument(StrictPart):
+    name: Name
+    text: str | None = None
+    data: Annotated[bytes, BeforeValidator(_decoded)] | None = None
+
+    @model_validator(mode="after")
+    def _has_one_content(self) -> Self:
+        if (self.text is None) is (self.data is None):
+            raise invalid("wrong_type", "{name} needs either a text or data")
+        return self
+
+
+class DocumentsBody(StrictPart):
+    documents: list[SentDocument] = []
+    paths: Names = []
+
+
+def _number(text: str) -> Any:
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
+
+
+class SearchQuery(StrictPart):
+    q: Text = ""
+    top_k: Annotated[Option, BeforeValidator(_number)] = None
+    min_score: Annotated[Option, BeforeValidator(_number)] = None
+    source: Option = None
+
+
+class SourceQuery(Part):
+    source: Name = ""
+    all: Literal["true", "false"] = "false"
+    exact: Literal["true", "false"] = "false"
 
 
 class Documents:
@@ -49,10 +93,9 @@ class Documents:
         self._one = asyncio.Lock()
 
     async def add(self, request: Request) -> Response:
-        value = await body_of(request)
-        check_names(value, ("documents", "paths"))
-        named = await asyncio.to_thread(self._named, texts(value, "paths"))
-        sent = [self._sent(row) for row in taken(value, "documents", list, [])]
+        body = DocumentsBody.read(await body_of(request))
+        named = await asyncio.to_thread(self._named, body.paths)
+        sent = [self._sent(row) for row in body.documents]
         if len({path for path, _ in sent}) < len(sent):  # the former version of one would be the other
             raise Refusal(400, "wrong_name", "two documents have the same name", "send one of them", "documents")
         if not named and not sent:
@@ -63,7 +106,7 @@ class Documents:
         return JSONResponse(report)
 
     async def show(self, request: Request) -> Response:
-        wanted = within(request.query_params.get("source"), "source")
+        wanted = SourceQuery.read(request.query_params).source or None
         try:
             documents = await asyncio.to_thread(self._engine.documents, wanted)
         except UsageError as error:
@@ -74,17 +117,10 @@ class Documents:
 
     async def search(self, request: Request) -> Response:
         query = request.query_params
-        check_names(query, ("q", "top_k", "min_score", "source"))
-        question = within(query.get("q", ""), "q", LONGEST_TEXT).strip()
-        if not question:
+        given = SearchQuery.read({**query} | ({"source": query.getlist("source")} if "source" in query else {}))
+        if not (question := given.q.strip()):
             raise Refusal(400, "no_question", "the question is empty", "GET /v1/search?q=…", "q")
-        known = options_of(QueryOptions)
-        given: dict[str, Any] = {
-            name: known[name].parse(within(query[name], name), name) for name in ("top_k", "min_score") if name in query
-        }
-        if source := query.getlist("source"):
-            given["source"] = tuple(bounded(source, "source"))
-        options = replace(self._asking, **given)
+        options = replace(self._asking, **given.model_dump(exclude_unset=True, exclude={"q"}))
         return JSONResponse(await asyncio.to_thread(self._engine.search, question, options))
 
     async def forget(self, request: Request) -> Response:
@@ -94,14 +130,13 @@ class Documents:
         `exact=true` a name is no pattern: once it is gone, it could be one of others. Nothing is forgotten that a file
         of the uploads folder would bring back: a file that no client sent, or one with further documents.
         """
-        source = within(request.query_params.get("source", ""), "source")
-        if not source:
+        query = SourceQuery.read(request.query_params)
+        if not (source := query.source):
             raise Refusal(400, "no_document", "no document is named", "DELETE /v1/documents?source=…", "source")
-        much, exact = (_is_true(request, name) for name in ("all", "exact"))
         self._check_free()
         try:
             async with self._one:
-                gone = await asyncio.to_thread(self._forget, source, much, exact)
+                gone = await asyncio.to_thread(self._forget, source, query.all == "true", query.exact == "true")
         except MuchError as error:
             raise Refusal(409, "much", error.message, "add &all=true to do it", "all") from error
         return JSONResponse({"object": "list", "deleted": list(gone)})
@@ -173,31 +208,16 @@ class Documents:
             found.append(path)
         return found
 
-    def _sent(self, row: Any) -> tuple[Path, bytes]:
+    def _sent(self, row: SentDocument) -> tuple[Path, bytes]:
         if self._uploads is None:
             hint = "its option `uploads` names a folder for them"
             raise Refusal(403, "not_allowed", "this server takes no documents from clients", hint, "documents")
-        if not isinstance(row, dict) or set(row) not in ({"name", "text"}, {"name", "data"}):
-            raise Refusal(400, "wrong_type", "a document has a name, and a text or data", param="documents")
-        text: str = taken(row, "text", str, "", _MAX_DOCUMENT)
-        data: str = taken(row, "data", str, "", _MAX_DOCUMENT)
-        try:
-            sent = b64decode(data, validate=True) if "data" in row else text.encode("utf-8", "replace")
-        except ValueError as error:
-            raise Refusal(400, "wrong_type", "the data of a document is no Base64", param="documents") from error
-        return self._uploads.folder / _safe_name(row), sent
+        data = (row.text or "").encode("utf-8", "replace") if row.data is None else row.data
+        return self._uploads.folder / _safe_name(row.name), data
 
 
-def _is_true(request: Request, name: str) -> bool:
-    found = request.query_params.get(name, "false")
-    if found not in ("true", "false"):
-        raise Refusal(400, "wrong_type", f"{name} is not true or false", param=name)
-    return found == "true"
-
-
-def _safe_name(row: Mapping[str, Any]) -> PurePosixPath:
+def _safe_name(name: str) -> PurePosixPath:
     """Return a name below the folder that an ingest reads, and that is not a part of another file. Raises Refusal."""
-    name = taken(row, "name", str, "")
     parts = name.split("/")
     sound = all(part.strip(" .") and not part.startswith(".") and len(part.encode()) <= _MAX_NAME for part in parts)
     if not sound or "\\" in name or not name.isprintable() or file_of(name) != name:

@@ -19,8 +19,9 @@ from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
 from kvtool.serve.conversations import ConversationCache
 from kvtool.serve.job import Ask, EndedError, Job, Tell
+from kvtool.serve.loaded_model import LoadedModel
 from kvtool.serve.options import ServeOptions
-from kvtool.serve.scheduler import LoadedModel, Scheduler
+from kvtool.serve.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from kvtool.core.ingest.report import IngestReport

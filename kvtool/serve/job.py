@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from kvtool.core.query.answer import PreparedAnswer
     from kvtool.core.query.conversation import Conversation
     from kvtool.core.query.verify import Check
-    from kvtool.core.session.session import Session
 
 
 class BusyError(KvtoolError):
@@ -115,28 +115,28 @@ class Answer:
     calls: tuple[Call, ...] = ()
 
     @classmethod
-    def of(cls, reply: Reply, job: Job) -> Answer:
-        said = reply.generated
+    def of(cls, reply: Reply, job: Job, prepared: PreparedAnswer) -> Answer:
+        generated = reply.generated
         return cls(
             text=reply.answer,
-            finish="stop" if said.finish == "repeat" else said.finish,
+            finish="stop" if generated.finish == "repeat" else generated.finish,
             chunks=tuple(reply.chunks),
             places=tuple(reply.places),
             facts=reply.to_json(),
-            steps=said.steps,
-            stepper=said.stepper,
+            steps=generated.steps,
+            stepper=generated.stepper,
             queue_ms=job.queue_ms,
             others_ms=job.others_ms,
             warnings=tuple(job.warnings),
-            logprobs=None if job.begun is None else _logprobs(job.begun, len(said.ids)),
-            stop=said.stop if said.stop in job.ask.stop else None,
+            logprobs=_logprobs(prepared, len(generated.ids)),
+            stop=generated.stop if generated.stop in job.ask.stop else None,
         )
 
 
-def _logprobs(begun: PreparedAnswer, count: int) -> list[dict[str, Any]] | None:
-    if begun.options.top_logprobs is None:
+def _logprobs(prepared: PreparedAnswer, count: int) -> list[dict[str, Any]] | None:
+    if prepared.options.top_logprobs is None:
         return None
-    text_of = cache(lambda token: begun.session.tokenizer.decode([token]))
+    text_of = cache(lambda token: prepared.session.tokenizer.decode([token]))
 
     def entry(token: int, log_p: float) -> dict[str, Any]:
         text = text_of(token)
@@ -146,7 +146,7 @@ def _logprobs(begun: PreparedAnswer, count: int) -> list[dict[str, Any]] | None:
             "bytes": None if "\ufffd" in text else list(text.encode()),
         }
 
-    noted = begun.sampling.noted[:count]
+    noted = prepared.sampling.noted[:count]
     return [entry(*chosen) | {"top_logprobs": [entry(*one) for one in best]} for chosen, best in noted]
 
 
@@ -158,21 +158,21 @@ Tell = Callable[[Event], None]
 
 @dataclass(slots=True)
 class CachedConversation:
-    """A question at its first token. `kept`: rows of earlier turns that were cached. `reason`: why not all turns were.
+    """A question at its first token. `rows`: those of earlier turns that were cached. `reason`: why not all turns were.
     `restored`: turns that were computed again, in `ms`."""
 
     conversation: Conversation
-    begun: PreparedAnswer
-    kept: int
+    prepared: PreparedAnswer
+    rows: int
     reason: str
     ms: float
     restored: Sequence[PreparedAnswer]
 
-    def reply(self, said: Generated, checked: Check | None = None) -> Reply:
-        reply = self.conversation.take(self.begun, said, checked)
+    def reply(self, generated: Generated, checked: Check | None = None) -> Reply:
+        reply = self.conversation.take(self.prepared, generated, checked)
         resident = reply.tokens["resident"]
-        kept = min(self.kept, resident)
-        reply.turn |= {"number": len(self.conversation.said), "cached": kept, "restored": resident - kept}
+        cached = min(self.rows, resident)
+        reply.turn |= {"number": len(self.conversation.said), "cached": cached, "restored": resident - cached}
         if self.reason:
             reply.turn["reason"] = self.reason
         reply.timing_ms["earlier"] = self.ms
@@ -180,9 +180,20 @@ class CachedConversation:
         return reply
 
     def keep(self) -> None:
-        for begun in self.restored:
-            begun.keep(again=True)
-        self.begun.keep()
+        for prepared in self.restored:
+            prepared.keep(again=True)
+        self.prepared.keep()
+
+
+class Step(Enum):
+    """What a job has come to.
+
+    PREFILL: a turn of its prompt is computed, but not the last one. DECODE: its `sequence` is to be decoded to its end.
+    VERIFY: its draft is complete, and full prefill is to check it. DONE: its `answer` is complete; what was computed
+    for it is not stored yet.
+    """
+
+    PREFILL, DECODE, VERIFY, DONE = auto(), auto(), auto(), auto()
 
 
 @dataclass(eq=False, slots=True)
@@ -192,10 +203,9 @@ class Job:
     Attributes
     ----------
     tell : called with each event, in the engine's thread; must not wait. Raises LeftError if the client has left.
-    arrived, aside : times by `time.monotonic()`: of its arrival, and of the end of its last step.
-    steps : iterator to the first token, over `session`.
-    draft, drafted, checked : of an answer that is verified: what was streamed, when it ended by `time.perf_counter()`,
-        and its check, after which `sequence` is the final answer.
+    arrived, since : times by `time.monotonic()`: of its arrival, and since when it waits.
+    steps : its life (`steps.py`), once it has begun.
+    sequence : its answer while that is decoded; `answer` is the complete one.
     failed : error of `tell`.
     ended : no more events follow.
     """
@@ -204,22 +214,20 @@ class Job:
     tell: Tell
     timeout: float
     arrived: float = field(default_factory=time.monotonic)
+    since: float = 0.0
     queue_ms: float = 0.0
     others_ms: float = 0.0
     warnings: list[tuple[str, str]] = field(default_factory=list)
-    steps: Generator[PreparedAnswer | None] | None = None
-    session: Session | None = None
-    aside: float = 0.0
-    begun: PreparedAnswer | None = None
+    steps: Generator[Step] | None = None
     sequence: AnswerSequence | None = None
-    cached: CachedConversation | None = None
+    answer: Answer | None = None
     tokens: PromptTokens = PromptTokens(0, 0)
-    draft: Generated | None = None
-    drafted: float = 0.0
-    checked: Check | None = None
     left: bool = False
     failed: KvtoolError | None = None
     ended: bool = False
+
+    def __post_init__(self) -> None:
+        self.since = self.arrived
 
     @property
     def lost(self) -> KvtoolError | None:

@@ -7,18 +7,19 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 import kvtool
-from kvtool.core.query.options import QueryOptions
-from kvtool.serve.answers import ANY_NAME, Answers, ChatRequest, Dialect, about, unknown_model
+from kvtool.serve import requests
+from kvtool.serve.answers import ANY_NAME, Answers, Dialect, about, unknown_model
+from kvtool.serve.chat import Chat, Message
 from kvtool.serve.job import Answer, Call
-from kvtool.serve.openai import OpenAI, read_chat
-from kvtool.serve.parameters import ENDLESS, SAMPLING, check_parameters
-from kvtool.serve.wire import LONGEST_TEXT, Refusal, body_of, briefly, check_names, error_body, renamed, taken, texts
+from kvtool.serve.openai import ChatMessage, LogProbs, OpenAI, Texts
+from kvtool.serve.wire import Refusal, body_of, briefly, error_body
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
@@ -26,49 +27,101 @@ if TYPE_CHECKING:
 Kind = Literal["message", "response"]
 """The field of an answer's text: of `/api/chat`, and of `/api/generate`."""
 
-_KNOWN = ("model", "stream", "options", "kvtool", "logprobs", "top_logprobs", "format")
-_OF_MESSAGE = ("role", "content", "thinking", "tool_calls", "tool_name", "tool_call_id")
 _KEEP = re.compile(r"None|True|False|[+-]?(?:[\d.]++(?:e[+-]?\d++)?(?:[nuµm]?s|m|h)?)++", re.ASCII)
-_SAMPLING = ("stop", ENDLESS, *(name for name in SAMPLING if name != "max_tokens"))  # of `options`, as in OpenAI's chat
 _TAG = ":latest"
 _NS = 1_000_000  # of a millisecond
 _VERSION = "0.14.2"  # the release of Ollama with these endpoints; VS Code refuses servers before 0.6.4
 
-
-def read_ollama_chat(value: Mapping[str, Any], options: QueryOptions, strict: bool) -> ChatRequest:
-    check_parameters(value, ("messages", "tools", *_KNOWN))
-    messages = taken(value, "messages", list, [])
-    for number, message in enumerate(messages):
-        if isinstance(message, dict):
-            check_names(message, _OF_MESSAGE, {"images": ([],)}, f"messages.{number}.")
-    return _read(value, messages, options, strict)
+# ---- requests ----
 
 
-def read_generate(value: Mapping[str, Any], options: QueryOptions, strict: bool) -> ChatRequest:
-    check_parameters(value, ("prompt", "system", *_KNOWN))
-    system = taken(value, "system", str, "", LONGEST_TEXT)
-    messages = [{"role": "system", "content": system}] if system else []
-    prompt = taken(value, "prompt", str, "", LONGEST_TEXT)
-    return _read(value, [*messages, {"role": "user", "content": prompt}], options, strict)
+def _duration(value: Any) -> Any:
+    if not _KEEP.fullmatch(str(value)):
+        raise requests.invalid("wrong_type", "{name} is not a duration", "seconds, or text such as 10m")
+    return value
 
 
-def _read(value: Mapping[str, Any], messages: list[Any], options: QueryOptions, strict: bool) -> ChatRequest:
-    if not _KEEP.fullmatch(str(value.get("keep_alive", 0))):
-        raise Refusal(400, "wrong_type", "keep_alive is not a duration", "seconds, or text such as 10m", "keep_alive")
-    given = taken(value, "options", dict, {})
-    check_parameters(given, _SAMPLING, "options.")
-    chat = {name: given.get(name) for name in _SAMPLING} | {"messages": messages, "kvtool": value.get("kvtool")}
-    chat["stream"] = taken(value, "stream", bool, True)
-    chat |= {name: value.get(name) for name in ("logprobs", "top_logprobs", "tools")}
-    form = taken(value, "format", (str, dict))
-    if isinstance(form, str) and form not in ("", "json"):
-        raise Refusal(400, "unsupported", f"there is no format {form!r}", "json, or a schema", "format")
-    if form:
-        own = {"type": "json_schema", "schema": form}
-        chat["response_format"] = {"type": "json_object"} if form == "json" else own
-    chat["model"] = taken(value, "model", str, "").removesuffix(_TAG)
-    with renamed(response_format="format", **{name: f"options.{name}" for name in _SAMPLING}):
-        return read_chat(chat, options, strict)
+def _format_of(value: Any) -> Any:
+    """Return a format, which is `json` or a schema, as in OpenAI's chat."""
+    if isinstance(value, dict):
+        return {"type": "json_schema", "schema": value}
+    if value not in ("", "json"):
+        raise requests.invalid("unsupported", "{name} is not known", "json, or a schema")
+    return {"type": "json_object" if value else "text"}
+
+
+class _Options(requests.Sampling):
+    stop: requests.Stops = []
+
+
+class _Message(ChatMessage):
+    model_config = ConfigDict(extra="forbid")
+    thinking: Any = None  # which only the model reads that has written it
+    tool_name: Any = None
+    tool_call_id: Any = None
+    images: list[Any] = []
+
+    @model_validator(mode="after")
+    def _is_text(self) -> Self:
+        if self.images:
+            raise requests.no_text("image")
+        return self
+
+
+class _Body(LogProbs):
+    model: requests.Name = ""
+    stream: bool = True
+    options: _Options = _Options()
+    kvtool: requests.KvtoolOptions = requests.KvtoolOptions()
+    format: Annotated[requests.Format | None, BeforeValidator(_format_of)] = None
+    keep_alive: Annotated[Any, AfterValidator(_duration)] = None
+
+    @classmethod
+    def read_chat(cls, value: Mapping[str, Any]) -> Chat:
+        return cls.read(value).chat()
+
+    def chat(self, **more: Any) -> Chat:
+        return Chat(
+            kvtool=self.kvtool,
+            options=self.options.sampling() | self.counted(),
+            format=self.format,
+            format_name="format",
+            stop=self.options.stop,
+            stream=self.stream,
+            model=self.model.removesuffix(_TAG),
+            **more,
+        )
+
+
+class ChatBody(_Body):
+    messages: Annotated[list[_Message], requests.Messages] = []
+    tools: Annotated[list[requests.FunctionTool], requests.ToolList, requests.ShortJson] = []
+
+    def chat(self, **more: Any) -> Chat:
+        messages = [each.message(f"messages.{number}") for number, each in enumerate(self.messages)]
+        return super().chat(messages=messages, functions=[each.function for each in self.tools])
+
+
+class GenerateBody(_Body):
+    prompt: requests.Text = ""
+    system: requests.Text = ""
+
+    def chat(self, **more: Any) -> Chat:
+        return super().chat(messages=[Message("user", self.prompt)], system=self.system)
+
+
+class ShowBody(requests.Part):
+    model: requests.Name = ""
+    name: requests.Name = ""
+
+
+class EmbedBody(requests.Body):
+    model: requests.Name = ""
+    input: Texts
+    truncate: Literal[True] = True
+
+
+# ---- responses ----
 
 
 @dataclass(slots=True)
@@ -139,15 +192,15 @@ class Ollama:
     async def _answered(self, request: Request, kind: Kind) -> Response:
         """Answer a question; a request without one loads the model, or unloads it, and it stays loaded."""
         value = await body_of(request)
-        read = read_ollama_chat if kind == "message" else read_generate
+        read = ChatBody.read_chat if kind == "message" else GenerateBody.read_chat
         field, question = ("messages", [{"role": "user", "content": "?"}]) if kind == "message" else ("prompt", "?")
-        if not taken(value, field, type(question)):
+        if value.get(field) in (None, type(question)()):
             await self._answers.parsed({**value, field: question}, read)
             keep = value.get("keep_alive")
             is_kept = keep is None or (keep.strip("0.hmsnu") if isinstance(keep, str) else keep)
             said = OllamaResponse(kind, self._engine.model_name or ANY_NAME).said("")
             return JSONResponse(said | {"done": True, "done_reason": "load" if is_kept else "unload"})
-        return await self._answers.answered(request, read, lambda _, model: OllamaResponse(kind, model), value)
+        return await self._answers.answered(request, read, lambda _, ask, model: OllamaResponse(kind, model), value)
 
     async def tags(self, request: Request) -> Response:
         return JSONResponse({"models": await briefly(self._models)})
@@ -158,9 +211,8 @@ class Ollama:
         return JSONResponse({"models": rows})
 
     async def show(self, request: Request) -> Response:
-        value = await body_of(request)
-        check_names(value, ("model", "name", "verbose", "options", "system", "template"))
-        given = (taken(value, "model", str, "") or taken(value, "name", str, "")).removesuffix(_TAG)
+        body = ShowBody.read(await body_of(request))
+        given = (body.model or body.name).removesuffix(_TAG)
         rows, own = await briefly(self._models), self._engine.model_name
         name = own if given == ANY_NAME or (given and self._answers.any_model) else given
         if (row := next((row for row in rows if name and row["name"] == name + _TAG), None)) is None:
@@ -180,11 +232,8 @@ class Ollama:
         return [_model(name, decoder) for name, decoder in reversed(models.items()) if name]
 
     async def embed(self, request: Request) -> Response:
-        value = await body_of(request)
-        check_names(value, ("model", "input", "keep_alive"), {"truncate": (True,), "options": ({},)})
-        words = texts(value, "input", LONGEST_TEXT)
-        name = taken(value, "model", str, "").removesuffix(_TAG)
-        vectors, tokens, known = await self._openai.vectors(words, name)
+        body = EmbedBody.read(await body_of(request))
+        vectors, tokens, known = await self._openai.vectors(body.input, body.model.removesuffix(_TAG))
         rows = [[float(number) for number in vector] for vector in vectors]
         return JSONResponse({"model": known, "embeddings": rows, "prompt_eval_count": tokens})
 

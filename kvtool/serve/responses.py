@@ -6,47 +6,106 @@ import json
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal, Self
 
+from pydantic import BeforeValidator, Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvtool.core.query.options import QueryOptions
-from kvtool.serve.answers import Answers, ChatRequest, Dialect, about, cached_tokens
+from kvtool.serve import requests
+from kvtool.serve.answers import Answers, Dialect, about, cached_tokens
+from kvtool.serve.chat import Chat, Message, OpenAIQuestion, call_message, result_message
 from kvtool.serve.job import Answer, Call, PromptTokens
-from kvtool.serve.openai import read_chat
-from kvtool.serve.parameters import ENDLESS, SAMPLING, USER, check_parameters
-from kvtool.serve.tools import text_of
-from kvtool.serve.wire import LONGEST_TEXT, Refusal, body_of, check_names, renamed, taken, texts
+from kvtool.serve.wire import Refusal, body_of
 
-_SAME = ("model", "stream", "kvtool", "parallel_tool_calls", ENDLESS, *SAMPLING, *USER)  # as in OpenAI's chat
-_TOOLS = ("tools", "tool_choice", "text")
-_KNOWN = ("input", "instructions", "previous_response_id", "include", *_TOOLS, *_SAME)
-_FOREIGN = ("reasoning.encrypted_content",)  # of other models, which kvtool never has
-_TEXTS = ("input_text", "output_text", "text")  # types of a part of a message
 _ECHOED = (
     *("instructions", "max_output_tokens", "previous_response_id", "user", "safety_identifier", "prompt_cache_key"),
     *("reasoning", "max_tool_calls"),
 )
-_TYPES = {"store": bool, "metadata": dict, "reasoning": dict, "max_tool_calls": int, "prompt_cache_key": str}
 _SAMPLED = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 _TOOL = {"description": None, "parameters": None, "strict": None}
 _FORMAT = {"name": "answer", "description": None, "schema": None, "strict": False}
 _MOST_BYTES = 64 << 20  # of remembered conversations, all together
 
-Message = dict[str, Any]
-"""A message as in OpenAI's chat."""
+# ---- requests ----
+
+
+def _items_of(given: Any) -> Any:
+    return [{"role": "user", "content": given}] if isinstance(given, str) else given
+
+
+_NEEDED = {"message": "role", "function_call": "name", "function_call_output": "output", "reasoning": "type"}
+"""Field of an item that has to be there, by its type."""
+
+
+class _Item(requests.Part):
+    """A message, a call or the result of one. `reasoning` is left out: only the model reads it that has written it."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    id: requests.Name = ""
+    role: Literal["system", "developer", "user", "assistant", "tool"] = "user"
+    content: requests.Content | None = None
+    name: requests.Name = ""
+    arguments: requests.Arguments = {}
+    output: requests.Content = ""
+
+    @model_validator(mode="after")
+    def _is_complete(self) -> Self:
+        has_content = self.type != "message" or self.role == "assistant" or self.content is not None
+        needed = _NEEDED[self.type] if has_content else "content"
+        if needed not in self.model_fields_set:
+            raise requests.invalid("missing", f"{{name}} has no {needed}")
+        return self
+
+    def message(self, path: str) -> Message:
+        if self.type == "function_call":
+            return call_message("", [requests.SentCall(name=self.name, arguments=self.arguments)], path)
+        if self.type == "function_call_output" or self.role == "tool":
+            return result_message(self.output or self.content or "", path)
+        return Message("system" if self.role == "developer" else self.role, self.content or "", path=path)
+
+
+class _Tool(requests.Function):
+    type: Literal["function"]
+
+
+class _TextOptions(requests.StrictPart):
+    format: requests.Format | None = None
+    verbosity: requests.Name = ""  # of other models
+
+
+class ResponsesBody(OpenAIQuestion):
+    input: Annotated[list[_Item], BeforeValidator(_items_of), Field(min_length=1), requests.Messages]
+    instructions: requests.Text = ""  # of this response only
+    previous_response_id: requests.Name = ""
+    include: list[Literal["reasoning.encrypted_content"]] = []  # of other models
+    tools: Annotated[list[_Tool], requests.ToolList, requests.ShortJson] = []
+    tool_choice: requests.ToolChoice = requests.ToolChoice(type="auto")
+    text: _TextOptions = _TextOptions()
+    store: bool = True
+    metadata: dict[str, requests.Name] = {}
+    reasoning: dict[str, Any] = {}
+    max_tool_calls: int = 0
+    prompt_cache_key: requests.Name = ""
+
+    def chat(self, **more: Any) -> Chat:
+        fields: dict[str, Any] = {"system": self.instructions, "functions": self.tools, "choice": self.tool_choice}
+        return super().chat(**fields, format=self.text.format, format_name="text.format", **more)
+
+
+# ---- remembered responses ----
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
     """A response that is remembered: the messages up to it and its own, the items of its input, and its object."""
 
-    messages: list[Message]
-    input: list[dict[str, Any]]
+    messages: Sequence[Message]
+    input: Sequence[dict[str, Any]]
     response: dict[str, Any]
 
 
@@ -58,7 +117,7 @@ class Remembered:
         self._held: OrderedDict[tuple[str, str], str] = OrderedDict()
 
     def keep(self, owner: str, name: str, exchange: Exchange) -> None:
-        self._held[owner, name] = text = json.dumps(asdict(exchange))
+        self._held[owner, name] = text = json.dumps([exchange.messages, exchange.input, exchange.response])
         self._bytes += len(text)
         while self._bytes > self._limit:
             self._bytes -= len(self._held.popitem(last=False)[1])
@@ -68,43 +127,12 @@ class Remembered:
             hint = "send all messages as `input`; the server remembers responses until it ends, unless store is false"
             raise Refusal(404, "previous_response_not_found", f"there is no response {name!r}", hint, param)
         self._held.move_to_end((owner, name))
-        return Exchange(**json.loads(text))
+        messages, items, response = json.loads(text)
+        return Exchange([Message(*each) for each in messages], items, response)
 
     def forget(self, owner: str, name: str) -> None:
         self.exchange(owner, name)
         self._bytes -= len(self._held.pop((owner, name)))
-
-
-def _input_messages(value: Mapping[str, Any]) -> dict[str, Message]:
-    """Return the messages of an input by their paths in it."""
-    given = _items(value)
-    if not given:
-        raise Refusal(400, "missing", "input is missing or empty", "a text, or a list of messages", "input")
-    # Only the model reads `reasoning` that has written it.
-    return {
-        (where := f"input.{number}"): _message(item, where)
-        for number, item in enumerate(given)
-        if not isinstance(item, dict) or item.get("type") != "reasoning"
-    }
-
-
-def _items(value: Mapping[str, Any]) -> list[Any]:
-    given = taken(value, "input", (str, list), "", LONGEST_TEXT)
-    return [{"role": "user", "content": given}] if isinstance(given, str) else given
-
-
-def _message(item: Any, where: str) -> Message:
-    kind = item.get("type", "message") if isinstance(item, dict) else None
-    if kind is not None:
-        taken(item, "id", str, where=f"{where}.")
-    if kind == "function_call":
-        own = {"name": item.get("name"), "arguments": item.get("arguments")}
-        return {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": own}]}
-    if kind == "function_call_output":
-        return {"role": "tool", "content": text_of(_texts(item.get("output")), f"{where}.output")}
-    if kind != "message":
-        raise Refusal(400, "unsupported", f"{where} is not a message", "send text, calls and their results", where)
-    return {"role": item.get("role"), "content": _texts(item.get("content"))}
 
 
 def _item(item: Any, name: str) -> dict[str, Any]:
@@ -116,26 +144,7 @@ def _item(item: Any, name: str) -> dict[str, Any]:
     return {"type": "message", "status": "completed", **item, "id": f"msg_{name}", "content": parts}
 
 
-def _texts(content: Any) -> Any:
-    if not isinstance(content, list):
-        return content
-    return [
-        {"type": "text", "text": part.get("text")} if isinstance(part, dict) and part.get("type") in _TEXTS else part
-        for part in content
-    ]
-
-
-def _tools(value: Mapping[str, Any]) -> dict[str, Any]:
-    tools = [
-        {"type": "function", "function": {name: each for name, each in tool.items() if name != "type"}}
-        if isinstance(tool, dict) and tool.get("type") == "function"
-        else tool
-        for tool in taken(value, "tools", list, [])
-    ]
-    form = taken(value, "text", dict, {})
-    check_names(form, ("format", "verbosity"), where="text.")
-    taken(form, "verbosity", str, where="text.")
-    return {"tools": tools, "tool_choice": value.get("tool_choice"), "response_format": form.get("format")}
+# ---- responses ----
 
 
 @dataclass(slots=True)
@@ -262,6 +271,18 @@ def _usage(answer: Answer) -> dict[str, Any]:
     }
 
 
+def _continued(messages: Sequence[Message], answer: Answer) -> list[Message]:
+    """Return a conversation with its answer, which may continue the last message."""
+    *before, last = messages
+    if last.role != "assistant" or last.kind:
+        before, begun = [*messages], ""
+    else:
+        begun = last.text.rstrip()
+    text = begun + answer.text
+    said = call_message(text, answer.calls) if answer.calls else Message("assistant", text)
+    return [*before, said]
+
+
 class Responses:
     def __init__(self, answers: Answers) -> None:
         self._answers, self._remembered = answers, Remembered()
@@ -273,40 +294,27 @@ class Responses:
 
         def keep(answer: Answer, response: dict[str, Any]) -> None:
             if value.get("store") is not False:
-                said: Message = {"role": "assistant", "content": answer.text}
-                if messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):  # it was continued
-                    said["content"] = text_of(messages.pop()["content"] or "", "input").rstrip() + answer.text
-                if calls := [{"name": call.name, "arguments": call.arguments} for call in answer.calls]:
-                    said["tool_calls"] = [{"type": "function", "function": call} for call in calls]
-                items = [_item(item, f"{number}_{name}") for number, item in enumerate(_items(value))]
-                self._remembered.keep(owner, f"resp_{name}", Exchange([*messages, said], items, response))
+                items = [_item(item, f"{number}_{name}") for number, item in enumerate(_items_of(value["input"]))]
+                self._remembered.keep(owner, f"resp_{name}", Exchange(_continued(messages, answer), items, response))
 
         return await self._answers.answered(
             request,
             partial(self._read, owner, messages),
-            lambda asked, model: ResponsesResponse(value, asked.ask.options, model, name, keep),
+            lambda _, ask, model: ResponsesResponse(value, ask.options, model, name, keep),
             value,
         )
 
-    def _read(
-        self, owner: str, messages: list[Message], value: Mapping[str, Any], options: QueryOptions, strict: bool
-    ) -> ChatRequest:
-        check_parameters(value, _KNOWN)
-        for name, kind in _TYPES.items():
-            taken(value, name, kind)
-        for name in value.get("metadata") or ():
-            taken(value["metadata"], name, str, where="metadata.")
-        if unknown := [name for name in texts(value, "include") if name not in _FOREIGN]:
-            raise Refusal(400, "unsupported", f"include cannot have {unknown[0]!r}", "leave it out", "include")
-        before = taken(value, "previous_response_id", str)
-        messages += self._remembered.exchange(owner, before, "previous_response_id").messages if before else []
-        given = _input_messages(value)
-        names = ["previous_response_id"] * len(messages) + [*given]
-        messages += given.values()
-        chat = {each: value.get(each) for each in _SAME}
-        system = taken(value, "instructions", str, "", LONGEST_TEXT)  # of this response only
-        with renamed(messages="input", response_format="text.format", function="", tool_calls=""):
-            return read_chat(chat | {"messages": messages} | _tools(value), options, strict, system, names)
+    def _read(self, owner: str, messages: list[Message], value: Mapping[str, Any]) -> Chat:
+        """Read a request, and add its messages to `messages`, after those of an earlier response."""
+        body = ResponsesBody.read(value)
+        if before := body.previous_response_id:
+            messages += self._remembered.exchange(owner, before, "previous_response_id").messages
+        given = enumerate(body.input)
+        messages += [each.message(f"input.{number}") for number, each in given if each.type != "reasoning"]
+        if (count := len(messages)) > requests.MOST_MESSAGES:
+            most = f"at most {requests.MOST_MESSAGES:,}"
+            raise Refusal(400, "too_many", f"the conversation has {count:,} messages", most, "previous_response_id")
+        return body.chat(messages=messages)
 
     async def count(self, request: Request) -> Response:
         value, owner = await body_of(request), self._answers.owner(request)

@@ -32,7 +32,7 @@ _MAX_PATH = 100  # bytes of a socket's path that every system accepts
 _BACKLOG = 64
 _CONNECT_TIMEOUT, _READ_TIMEOUT = 2.0, 60.0  # seconds; the server sends a line every ten seconds
 PATH = "/query"  # of the application at the socket
-KEEP_HEADER = "Kvtool-Keep-Alive"  # seconds that an engine stays after this question (`resident.py`)
+KEEP_HEADER = "Kvtool-Keep-Alive"  # seconds that an engine stays after this question (`cli/keep_alive.py`)
 _CREDENTIALS = struct.Struct("3i")  # Linux: process, user, group
 _BY_CODE: dict[int, type[KvtoolError]] = {
     each.exit_code: each

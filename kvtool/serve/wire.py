@@ -6,11 +6,8 @@ import asyncio
 import json
 import math
 import re
-import reprlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from starlette.datastructures import Headers
@@ -36,7 +33,6 @@ from kvtool.serve.job import BusyError, EndedError, LeftError, TooSlowError
 LONGEST_TEXT = 10**6  # characters of a question, an instruction, an answer
 LONGEST_NAME = 4096  # characters of a name: of documents, chunks, models, users, options
 MOST_NAMES = 256  # in a list of them
-_MAX_LIST = 32_768  # characters of an option's values: globs are compiled, at some 30 μs a character
 _MAX_VALUES = 10**5  # of JSON, names of fields included
 _MAX_DEPTH = 64  # brackets in brackets
 _MAX_MESSAGE = 2000  # characters of an error, which may repeat what was sent
@@ -49,9 +45,6 @@ _SHORT_BODY = 1 << 16  # bytes whose parsing takes no time
 # Threads for short work, which then does not wait for embeddings and ingests in the loop's own threads.
 _BRIEF = ThreadPoolExecutor(4, "kvtool-brief")
 T = TypeVar("T")
-Json = Mapping[str, Any]
-Kind = type | tuple[type, ...]
-_NONE: Json = MappingProxyType({})
 # Status and code of an error, by the first class that matches.
 _MEANINGS: tuple[tuple[type[KvtoolError], int, str], ...] = (
     (BusyError, 429, "busy"),
@@ -129,32 +122,6 @@ def failed(error: KvtoolError, scope: Scope) -> JSONResponse:
     return response
 
 
-@contextmanager
-def renamed(**names: str) -> Iterator[None]:
-    """Name the parameters of OpenAI's chat in a refusal as the client has them."""
-    try:
-        yield
-    except Refusal as refusal:
-        if (param := refusal.param) and not param.startswith("kvtool."):
-            refusal.param = ".".join(filter(None, (names.get(part, part) for part in param.split("."))))
-            refusal.message = refusal.message.replace(param, refusal.param, 1)
-        raise
-
-
-def check_names(value: Json, known: Collection[str], neutral: Json = _NONE, where: str = "") -> None:
-    """Refuse other parameters than these, and those of `neutral` at other values: they would change the answer."""
-    for name, given in value.items():
-        if given is None or name in known:
-            continue
-        path = f"{where}{name}"
-        if name not in neutral:
-            raise Refusal(400, "unknown_parameter", f"unknown parameter: {path!r}", param=path)
-        # of `logprobs` 0 is a number
-        if not any(isinstance(given, bool) is isinstance(one, bool) and given == one for one in neutral[name]):
-            hint = f"leave it out, or give {neutral[name][0]!r}"
-            raise Refusal(400, "unsupported", f"{path} cannot be set to {reprlib.repr(given)}", hint, path)
-
-
 async def body_of(request: Request) -> dict[str, Any]:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     # Without a type, or with that of a form, a web page could ask unnoticed; programs and `curl -d` name no origin.
@@ -221,54 +188,3 @@ def check_shape(text: str) -> None:
         depth += 1 if letter in "[{" else -1
         if depth > _MAX_DEPTH:
             raise ValueError("it is nested too deep")
-
-
-def taken(value: Json, name: str, kind: Kind, default: Any = None, longest: int = LONGEST_NAME, where: str = "") -> Any:
-    """Return a field; its default if it is missing or null. `where`: the path to it, which an error names."""
-    found, name = value.get(name), f"{where}{name}"
-    if found is None:
-        return default
-    if not isinstance(found, kind) or (isinstance(found, bool) and kind is not bool):
-        kinds = kind if isinstance(kind, tuple) else (kind,)
-        words = " or ".join(_KINDS[each] for each in kinds)
-        raise Refusal(400, "wrong_type", f"{name} is not {words}", param=name)
-    return within(found, name, longest)
-
-
-def within(found: T, name: str, longest: int = LONGEST_NAME) -> T:
-    if isinstance(found, str) and len(found) > longest:
-        raise Refusal(400, "too_long", f"{name} has {len(found):,} characters", f"at most {longest:,}", name)
-    return found
-
-
-def bounded(value: Any, name: str) -> Any:
-    if not isinstance(value, list):
-        return within(value, name)
-    if len(value) > MOST_NAMES:
-        raise Refusal(400, "too_many", f"{name} has {len(value):,} values", f"at most {MOST_NAMES:,}", name)
-    if (length := sum(len(within(each, name)) for each in value if isinstance(each, str))) > _MAX_LIST:
-        raise Refusal(400, "too_long", f"{name} has {length:,} characters", f"at most {_MAX_LIST:,}", name)
-    return value
-
-
-_KINDS: dict[type, str] = {
-    str: "text",
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    list: "a list",
-    dict: "an object",
-}
-
-
-def texts(
-    value: Json, name: str, longest: int = LONGEST_NAME, most: int = MOST_NAMES, where: str = ""
-) -> tuple[str, ...]:
-    """Return a field that is a text or a list of texts."""
-    found, name = taken(value, name, (str, list), (), longest, where), f"{where}{name}"
-    found = [found] if isinstance(found, str) else found
-    if len(found) > most:
-        raise Refusal(400, "too_many", f"{name} has {len(found):,} texts", f"at most {most:,}", name)
-    if not all(isinstance(text, str) for text in found):
-        raise Refusal(400, "wrong_type", f"{name} is no list of texts", param=name)
-    return tuple(within(text, name, longest) for text in found)

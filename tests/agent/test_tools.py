@@ -208,7 +208,7 @@ def test_errors_have_the_codes_of_the_protocol(store: Path, tmp_path: Path) -> N
         with pytest.raises(MCPError) as prompts:
             await client.list_prompts()
         assert prompts.value.error.code == -32601
-        assert await refused(client, "search") == "question: Field required"
+        assert await refused(client, "search") == "question is missing"
         assert "no chunk matches" in await refused(client, "search", question="zzyzx")
         assert "is not between 1 and 50" in await refused(client, "search", question=QUESTION, top_k=0)
         assert "not between" in await refused(client, "read", chunk="ffffffff", before=-1)

@@ -123,9 +123,9 @@ def turned(served: Any) -> Iterator[threading.Semaphore]:
     permits, scheduler = threading.Semaphore(0), served.engine.scheduler
     turn = scheduler._turn
 
-    def wait(together: Any) -> None:
+    def wait() -> None:
         permits.acquire()
-        turn(together)
+        turn()
 
     scheduler._turn = wait  # type: ignore[method-assign]
     try:

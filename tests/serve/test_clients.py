@@ -13,6 +13,7 @@ import pytest
 import kvtool
 from kvtool.core.errors import KvtoolError
 from kvtool.serve.answers import Listening
+from kvtool.serve.chat import Message
 from kvtool.serve.responses import Exchange, Remembered
 from kvtool.serve.wire import Refusal
 from tests.cli.working import QUESTION
@@ -221,8 +222,8 @@ def test_responses_are_remembered_for_their_owner(ready: Path) -> None:
 def test_the_oldest_responses_are_forgotten() -> None:
     kept = Remembered(limit=200)
     for number in range(5):
-        kept.keep("me", str(number), Exchange([{"role": "user", "content": "x" * 50}], [], {}))
-    assert kept.exchange("me", "4").messages[0]["content"] == "x" * 50
+        kept.keep("me", str(number), Exchange([Message("user", "x" * 50)], [], {}))
+    assert kept.exchange("me", "4").messages[0].text == "x" * 50
     with pytest.raises(Refusal):
         kept.exchange("me", "0")
     with pytest.raises(Refusal):

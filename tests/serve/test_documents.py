@@ -148,7 +148,7 @@ def test_names_that_there_cannot_be_beside_others(store: Path, tmp_path: Path) -
 )
 def test_names_stay_in_their_folder(name: str) -> None:
     with pytest.raises(Refusal):
-        _safe_name({"name": name})
+        _safe_name(name)
 
 
 def test_a_store_is_made_by_the_first_ingest(tiny: Path, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import random
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -83,9 +82,9 @@ def begun(served: Served, patch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     scheduler: Scheduler = served.engine.scheduler
     begin = scheduler._begin
 
-    def begins(job: Job, together: Any) -> None:
+    def begins(job: Job) -> None:
         seen.append(job.ask.client)
-        begin(job, together)
+        begin(job)
 
     patch.setattr(scheduler, "_begin", begins)
     return seen

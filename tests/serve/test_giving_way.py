@@ -64,16 +64,16 @@ class Watched:
         scheduler = self.engine.scheduler
         begin, give_way, step = scheduler._begin, scheduler._run_others, ContinuousBatch.step
 
-        def begins(job: Job, together: ContinuousBatch) -> None:
+        def begins(job: Job) -> None:
             self._now = job.ask.request.question
-            begin(job, together)
+            begin(job)
             self._now = "keeping"
 
-        def gives_way(together: ContinuousBatch, job: Job | None = None) -> None:
+        def gives_way(job: Job | None) -> None:
             self.gave_way[self._now] = self.gave_way.get(self._now, 0) + 1
             if job is not None:
                 self.meanwhile(job)
-            give_way(together, job)
+            give_way(job)
 
         def steps(together: ContinuousBatch) -> Any:
             self.steps[self._now] = self.steps.get(self._now, 0) + 1

@@ -18,11 +18,11 @@ from kvtool.core.model.prompt import said_tokens
 from kvtool.core.model.tokens import encode
 from kvtool.core.query.options import QueryOptions
 from kvtool.serve.job import Answer
-from kvtool.serve.openai import read_chat
-from kvtool.serve.parameters import IGNORED, NEUTRAL, SAMPLING, USER
+from kvtool.serve.requests import IGNORED, NEUTRAL, SAMPLING
 from kvtool.serve.tools import closed, with_calls
 from kvtool.serve.wire import Refusal
 from tests.cli.working import QUESTION
+from tests.serve.asking import ask_of_chat
 from tests.serve.conftest import KEY, Served, serving
 
 ASKED = [{"role": "user", "content": QUESTION}]
@@ -39,6 +39,7 @@ CALLED = [
     {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]},
     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1"}, {"type": "text", "text": "Well?"}]},
 ]
+BIASES: list[tuple[str, Any]] = [("the", 1), ("5", 101), ("5", "much")]
 HAVE_TOOLS = (CHAT, MESSAGES, RESPONSES)
 
 
@@ -85,15 +86,15 @@ def test_other_values_are_refused_by_name(path: str, served: Served) -> None:
 
 def test_sampling_parameters_are_options_of_the_question() -> None:
     given = {name: 1 for name in SAMPLING if "max" not in name and name != "n_predict"} | {"max_completion_tokens": 5}
-    options = read_chat({"messages": ASKED, "max_tokens": 9, **given}, QueryOptions()).ask.options
+    options = ask_of_chat({"messages": ASKED, "max_tokens": 9, **given}).options
     assert (options.max_tokens, options.sampled_tokens, options.min_p) == (5, 1, 1)
     assert (options.repetition_penalty, options.repeat_last_n, options.min_tokens) == (1, 1, 1)
-    endless = read_chat({"messages": ASKED, "ignore_eos": True, "top_k": -1, "n_predict": -1}, QueryOptions())
-    assert endless.ask.options.min_tokens > 10**9
-    assert not endless.ask.options.stop_repeats
-    assert (endless.ask.options.sampled_tokens, endless.ask.options.max_tokens) == (0, 2**31 - 1)
+    endless = ask_of_chat({"messages": ASKED, "ignore_eos": True, "top_k": -1, "n_predict": -1})
+    assert endless.options.min_tokens > 10**9
+    assert not endless.options.stop_repeats
+    assert (endless.options.sampled_tokens, endless.options.max_tokens) == (0, 2**31 - 1)
     lengths = {"max_tokens": 3, "n_predict": -1, "max_completion_tokens": -1}
-    assert read_chat({"messages": ASKED, **lengths}, QueryOptions()).ask.options.max_tokens == 3
+    assert ask_of_chat({"messages": ASKED, **lengths}).options.max_tokens == 3
 
 
 @pytest.mark.parametrize(
@@ -102,15 +103,20 @@ def test_sampling_parameters_are_options_of_the_question() -> None:
         (CHAT, {"top_k": -2}, "top_k"),
         (CHAT, {"top_logprobs": 3}, "top_logprobs"),  # which needs `logprobs`
         (CHAT, {"logprobs": "yes"}, "logprobs"),
-        (CHAT, {"tools": [{"type": "custom", "custom": {"name": "look"}}]}, "tools.0"),
+        (CHAT, {"tools": [{"type": "custom", "custom": {"name": "look"}}]}, "tools.0.type"),
         (CHAT, {"top_p": 1.5}, "top_p"),
-        *((CHAT, {"logit_bias": bias}, "logit_bias") for bias in ({"the": 1}, {"5": 101}, {"5": "much"})),
+        *((CHAT, {"logit_bias": {token: bias}}, f"logit_bias.{token}") for token, bias in BIASES),
         (CHAT, {"max_tokens": 0}, "max_tokens"),
-        *((CHAT, {name: value}, name) for name in USER for value in (5, True, ["a"], {"a": "b"})),
+        *(
+            (CHAT, {name: value}, name)
+            for name in ("user", "safety_identifier")
+            for value in (5, True, ["a"], {"a": "b"})
+        ),
         (CHAT, {"repeat_penalty": 0}, "repeat_penalty"),
         (CHAT, {"kvtool": {"ratio": 2}}, "kvtool.ratio"),
-        *((RESPONSES, {"text": {"format": {"type": kind}}}, "text.format") for kind in ("json_schema", "grammar")),
-        (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools.0"),
+        (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "text.format"),
+        (RESPONSES, {"text": {"format": {"type": "grammar"}}}, "text.format.type"),
+        (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools.0.type"),
         (RESPONSES, {"input": []}, "input"),
         (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content"),
         *((RESPONSES, {"max_output_tokens": wrong}, "max_output_tokens") for wrong in (0, "5")),
@@ -121,7 +127,7 @@ def test_sampling_parameters_are_options_of_the_question() -> None:
         (RESPONSES, {"tools": [{"type": "function", "name": "f", "parameters": 5}]}, "tools.0.parameters"),
         (RESPONSES, {"text": {"verbosity": 5}}, "text.verbosity"),
         (RESPONSES, {"input": [{"type": "reasoning"}, {"role": "user", "content": 5}]}, "input.1.content"),
-        (RESPONSES, {"input": [{"type": "function_call", "name": 5}]}, "input.0"),
+        (RESPONSES, {"input": [{"type": "function_call", "name": 5}]}, "input.0.name"),
         (RESPONSES, {"input": [{"type": "function_call_output", "output": 5}]}, "input.0.output"),
         (RESPONSES, {"previous_response_id": "resp_none"}, "previous_response_id"),
         (RESPONSES, {"input": [{"role": "user", "content": 5}]}, "input.0.content"),
@@ -129,6 +135,8 @@ def test_sampling_parameters_are_options_of_the_question() -> None:
         (RESPONSES, {"metadata": {"store": 5}}, "metadata.store"),
         (MESSAGES, {"output_config": {"format": {}}}, "output_config.format"),
         (MESSAGES, {"tools": [{"name": "f", "input_schema": 5}]}, "tools.0.input_schema"),
+        (MESSAGES, {"tools": [{"name": "a b"}]}, "tools.0.name"),
+        (MESSAGES, {"tools": [{"name": "f", "parameters": {}}]}, "tools.0.parameters"),
         (MESSAGES, {"max_tokens": -1}, "max_tokens"),
         (MESSAGES, {"messages": [*CALLED, {"role": "user", "content": 5}]}, "messages.3.content"),
         (MESSAGES, {"stop_sequences": ["x"] * 17}, "stop_sequences"),
@@ -233,8 +241,8 @@ def test_a_continued_answer_is_no_cached_conversation(ready: Path) -> None:
 def test_a_prefilled_answer_has_no_citations_and_no_schema(more: dict[str, Any]) -> None:
     begun = {"messages": [*ASKED, {"role": "assistant", "content": "It"}]}
     with pytest.raises(Refusal, match="prefilled"):
-        read_chat(begun | more, QueryOptions())
-    assert not read_chat(begun, QueryOptions(cite=True)).ask.options.cite
+        ask_of_chat(begun | more)
+    assert not ask_of_chat(begun, QueryOptions(cite=True)).options.cite
 
 
 def test_a_response_that_was_continued_is_remembered_whole(served: Served) -> None:
@@ -251,22 +259,22 @@ def test_a_response_that_was_continued_is_remembered_whole(served: Served) -> No
 
 
 def test_assistant_messages_at_the_end_begin_the_answer_together() -> None:
-    empty = read_chat({"messages": [*ASKED, {"role": "assistant", "content": None}]}, QueryOptions()).ask
+    empty = ask_of_chat({"messages": [*ASKED, {"role": "assistant", "content": None}]})
     assert (empty.request.question, empty.request.prefill, empty.turns) == (QUESTION, "", ())
     begun = [{"role": "assistant", "content": text} for text in ("It was ", "", "Baker")]
-    assert read_chat({"messages": [*ASKED, *begun]}, QueryOptions()).ask.request.prefill == "It was\n\nBaker"
+    assert ask_of_chat({"messages": [*ASKED, *begun]}).request.prefill == "It was\n\nBaker"
     with pytest.raises(Refusal, match="no message of the user"):
-        read_chat({"messages": begun}, QueryOptions())
-    later = read_chat({"messages": [*ASKED, *begun, {"role": "system", "content": "Be brief."}]}, QueryOptions()).ask
+        ask_of_chat({"messages": begun})
+    later = ask_of_chat({"messages": [*ASKED, *begun, {"role": "system", "content": "Be brief."}]})
     assert (later.request.prefill, later.options.system) == ("It was\n\nBaker", "Be brief.")
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "{}"}}]}
     with pytest.raises(Refusal, match="a call that has no result"):
-        read_chat({"messages": [*ASKED, call, *begun]}, QueryOptions())
+        ask_of_chat({"messages": [*ASKED, call, *begun]})
 
 
 def test_a_content_of_parts_has_only_text() -> None:
     def read(part: dict[str, Any]) -> str:
-        return read_chat({"messages": [{"role": "user", "content": [part]}]}, QueryOptions()).ask.request.question
+        return ask_of_chat({"messages": [{"role": "user", "content": [part]}]}).request.question
 
     assert read({"type": "text", "text": QUESTION}) == QUESTION
     for kind, name in (("image_url", "images"), ("input_audio", "audio"), ("file", "files")):
@@ -346,7 +354,7 @@ def test_only_allowed_tools_are_offered() -> None:
     nested = {"allowed_tools": {"mode": "auto", "tools": [tools[1]]}}
     for choice in ({"mode": "auto", "tools": [{"type": "function", "name": "b"}]}, nested):
         body = {"messages": ASKED, "tools": tools, "tool_choice": {"type": "allowed_tools"} | choice}
-        assert [tool["function"]["name"] for tool in read_chat(body, QueryOptions()).ask.tools] == ["b"]
+        assert [tool["function"]["name"] for tool in ask_of_chat(body).tools] == ["b"]
 
 
 @pytest.mark.parametrize(

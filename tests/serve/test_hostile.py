@@ -241,9 +241,9 @@ def test_a_warning_that_nobody_hears(tmp_path: Path) -> None:
 def test_plain_questions_wait_for_no_schema_that_is_compiled() -> None:
     compiled, engine = threading.Event(), cast(Engine, SimpleNamespace(model_name=""))
 
-    def read(value: Mapping[str, Any], options: QueryOptions, strict: bool) -> Any:
+    def read(value: Mapping[str, Any]) -> Any:
         assert not value or compiled.wait(PATIENCE)
-        return SimpleNamespace(model="")
+        return SimpleNamespace(model="", ask=lambda options, strict: None)
 
     async def main() -> None:
         answers = Answers(engine, QueryOptions(), ServeOptions())

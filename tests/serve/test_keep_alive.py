@@ -19,14 +19,13 @@ from typing import Any
 
 import pytest
 
-from kvtool.cli import beside
+from kvtool.cli import keep_alive
 from kvtool.cli.app import main
+from kvtool.cli.keep_alive import EngineRecord, shell_engine
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
 from kvtool.serve.job import Ask
-from kvtool.serve.kept_engine import KeptEngine, kept_engines
-from kvtool.serve.resident import shell_engine
 from kvtool.serve.unix_socket import socket_path
 from tests.cli.working import CHUNKS, QUESTION, SHORT, command, environment, kvtool, process, terminal
 from tests.serve.conftest import PATIENCE, serving, wait_until
@@ -41,7 +40,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("KVTOOL_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("KVTOOL_CACHE", raising=False)
     yield tmp_path / "home"
-    for engine in kept_engines():
+    for engine in keep_alive.engines():
         os.kill(engine.pid, signal.SIGKILL)
 
 
@@ -54,17 +53,17 @@ def engines() -> list[dict[str, Any]]:
     return found
 
 
-def engine_of(store: Path, *more: object) -> KeptEngine:
+def engine_of(store: Path, *more: object) -> EngineRecord:
     kvtool(*asked(store, *KEEP, *more)).fine()
-    (engine,) = [each for each in kept_engines() if each.store == str(store)]
+    (engine,) = [each for each in keep_alive.engines() if each.store == str(store)]
     return engine
 
 
-def wait_for_end(engine: KeptEngine) -> None:
-    wait_until(lambda: engine.pid not in [each.pid for each in kept_engines()])
+def wait_for_end(engine: EngineRecord) -> None:
+    wait_until(lambda: engine.pid not in [each.pid for each in keep_alive.engines()])
 
 
-def kill(engine: KeptEngine) -> None:
+def kill(engine: EngineRecord) -> None:
     os.kill(engine.pid, signal.SIGKILL)
     wait_for_end(engine)
 
@@ -83,7 +82,9 @@ def test_the_second_question_is_answered_by_the_engine_of_the_first(
     kvtool(*asked(store, *KEEP)).fine()
     kvtool(*asked(store)).fine()
     assert answer(store) == answer(store, *KEEP) == alone
-    wait_until(lambda: not kept_engines()[0].running)  # which is noted after an answer's end, and its line in the log
+    wait_until(
+        lambda: not keep_alive.engines()[0].running
+    )  # which is noted after an answer's end, and its line in the log
     (engine,) = engines()
     assert (engine["store"], engine["requests"]) == (str(store), 4)
     assert engine["expires"] > engine["started"]
@@ -128,7 +129,7 @@ def test_a_killed_engine_blocks_nothing(store: Path) -> None:
     assert socket_path(store).exists()
     now = engine_of(store)
     before.end()  # which waits for no other
-    assert [each.pid for each in kept_engines()] == [now.pid] != [before.pid]
+    assert [each.pid for each in keep_alive.engines()] == [now.pid] != [before.pid]
 
 
 def test_commands_that_look_at_once_are_no_engine(store: Path) -> None:
@@ -136,14 +137,14 @@ def test_commands_that_look_at_once_are_no_engine(store: Path) -> None:
     engine = engine_of(store)
     kill(engine)
     with ThreadPoolExecutor(4) as threads:
-        assert not any(threads.map(lambda _: kept_engines(), range(2000)))
+        assert not any(threads.map(lambda _: keep_alive.engines(), range(2000)))
 
 
 @pytest.mark.slow
 def test_an_engine_that_is_killed_while_it_loads(store: Path) -> None:
     shell = subprocess.Popen(command(*asked(store, *KEEP)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    wait_until(kept_engines)
-    (engine,) = kept_engines()
+    wait_until(keep_alive.engines)
+    (engine,) = keep_alive.engines()
     os.kill(engine.pid, signal.SIGKILL)
     out, err = shell.communicate(timeout=PATIENCE)
     assert (shell.returncode, bool(out.strip())) == (0, True), err
@@ -182,7 +183,7 @@ def test_an_engine_without_its_store_ends(store: Path) -> None:
 
 def test_an_engine_whose_record_cannot_be_written_answers_and_ends(store: Path) -> None:
     engine = engine_of(store)
-    wait_until(lambda: not kept_engines()[0].running)  # after which it writes nothing
+    wait_until(lambda: not keep_alive.engines()[0].running)  # after which it writes nothing
     Path(engine.log).with_suffix(".new").mkdir()
     assert "was not used" not in kvtool(*asked(store, "--keep-alive", "1ms")).fine().err
     wait_for_end(engine)
@@ -191,7 +192,7 @@ def test_an_engine_whose_record_cannot_be_written_answers_and_ends(store: Path) 
 @pytest.mark.parametrize("lost", ["record", "socket"])
 def test_an_engine_that_cannot_be_found_ends(store: Path, lost: str) -> None:
     engine = engine_of(store)
-    wait_until(lambda: not kept_engines()[0].running)  # after which it writes nothing
+    wait_until(lambda: not keep_alive.engines()[0].running)  # after which it writes nothing
     if lost == "record":
         shutil.rmtree(Path(engine.log).parent)
     else:
@@ -217,7 +218,7 @@ def test_no_pipe_and_no_terminal_is_kept_open(store: Path) -> None:
     shell.communicate(timeout=PATIENCE)  # until no process can write there
     with open(reading, "rb") as pipe:
         assert pipe.read() == b""
-    (engine,) = kept_engines()
+    (engine,) = keep_alive.engines()
     open_files = set[str]()
     for each in Path(f"/proc/{engine.pid}/fd").iterdir():
         with suppress(FileNotFoundError):  # it writes its record now and then
@@ -234,7 +235,7 @@ def test_sigterm_lets_answers_end(store: Path) -> None:
         text=True,
         env=environment(),
     )
-    wait_until(lambda: kept_engines()[0].running)
+    wait_until(lambda: keep_alive.engines()[0].running)
     os.kill(engine.pid, signal.SIGTERM)
     out, _ = shell.communicate(timeout=PATIENCE)
     assert (shell.returncode, bool(out.strip())) == (0, True)
@@ -266,10 +267,10 @@ def at_terminal(*args: object, without: str = "") -> str:
 def test_the_model_stays_loaded_for_a_person_at_a_terminal(store: Path) -> None:
     said = f"stays loaded for 5 minutes: `kvtool stop --store {store}` unloads it, `--keep-alive 0` turns this off\n"
     assert said in at_terminal(*asked(store))
-    (engine,) = kept_engines()
+    (engine,) = keep_alive.engines()
     assert 200 < engine.ends - time.time() <= 300
     assert "stays loaded" not in at_terminal(*asked(store))
-    assert [each.pid for each in kept_engines()] == [engine.pid]
+    assert [each.pid for each in keep_alive.engines()] == [engine.pid]
     wait_until(lambda: engines()[0]["requests"] == 2)
 
 
@@ -303,20 +304,20 @@ def test_a_setting_is_for_people(store: Path, home: Path, tmp_path: Path, monkey
 def test_an_engine_of_other_code_is_replaced(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after an upgrade: its answers may differ, and it may not understand the question."""
     engine = engine_of(store)
-    monkeypatch.setattr(beside, "code_stamp", lambda: "another version")
+    monkeypatch.setattr(keep_alive, "code_stamp", lambda: "another version")
     kvtool(*asked(store)).fine()
-    wait_until(lambda: not kept_engines()[0].running)
-    assert [(each.pid, each.requests) for each in kept_engines()] == [(engine.pid, 1)]
+    wait_until(lambda: not keep_alive.engines()[0].running)
+    assert [(each.pid, each.requests) for each in keep_alive.engines()] == [(engine.pid, 1)]
     assert engine_of(store).pid != engine.pid
 
 
 def test_ctrl_c_leaves_the_engine_to_the_next_question(store: Path) -> None:
     shell = subprocess.Popen(command(*asked(store, *KEEP)), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    wait_until(kept_engines)
+    wait_until(keep_alive.engines)
     shell.send_signal(signal.SIGINT)
     shell.communicate(timeout=PATIENCE)
     assert shell.returncode == 130
-    (engine,) = kept_engines()
+    (engine,) = keep_alive.engines()
     assert engine_of(store).pid == engine.pid
 
 

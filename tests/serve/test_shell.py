@@ -143,8 +143,8 @@ def test_folders_of_models_are_those_of_the_shell(
     (here / "vectors").symlink_to(static_model)
     (here / "network").symlink_to(tiny)
     asked: list[str | None] = []
-    took = app._ask
-    monkeypatch.setattr(app, "_ask", lambda value: asked.append(value["options"]["embedder"]) or took(value))
+    ask = app.ShellQuestion.ask
+    monkeypatch.setattr(app.ShellQuestion, "ask", lambda self: asked.append(self.options["embedder"]) or ask(self))
     monkeypatch.setattr(app, "os", SimpleNamespace(path=os.path, getcwd=lambda: str(there)))
     with serving(store):
         monkeypatch.chdir(here)

@@ -22,14 +22,14 @@ from kvtool.core.model.prompt import with_tools
 from kvtool.core.query.options import QueryOptions
 from kvtool.serve import tools as tools_module
 from kvtool.serve.answers import Answer
-from kvtool.serve.anthropic import MessageResponse, read_message
+from kvtool.serve.anthropic import MessageResponse
 from kvtool.serve.job import PromptTokens
-from kvtool.serve.openai import read_chat
 from kvtool.serve.responses import ResponsesResponse
-from kvtool.serve.tools import Hold, read_tools, with_calls
+from kvtool.serve.tools import Hold, with_calls
 from kvtool.serve.wire import Refusal
 from tests.cli.working import QUESTION
 from tests.families import tiny_tokenizer
+from tests.serve.asking import ask_of_chat, ask_of_message
 from tests.serve.conftest import KEY, PATIENCE, Served, serving
 
 anthropic = pytest.importorskip("anthropic")
@@ -208,16 +208,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "unheard"}}}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
-    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
     ({"tools": [{"type": "function", "function": LOOK | {"parameters": TEXT}}]}, "tools.0.function.parameters"),
-    ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "tools": ["required"]}}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "tools": ["required"]}}, "tool_choice.tools.0"),
     ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": NAMED, "tools": [NAMED]}}, "tool_choice.mode"),
     ({"tools": TOOLS[:1] * 129}, "tools"),
     ({"tools": [{"type": "function", "function": {**LOOK, "parameters": {"title": "x" * 70_000}}}]}, "tools"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "unheard"}}}}, "response_format"),
     ({"response_format": {"type": "json_object"}, "kvtool": {"cite": True}}, "kvtool.cite"),
-    ({"messages": [ASKED, {"role": "assistant", "tool_calls": [{"function": {}}]}, ASKED]}, "messages.1.tool_calls"),
+    (
+        {"messages": [ASKED, {"role": "assistant", "tool_calls": [{"function": {}}]}, ASKED]},
+        "messages.1.tool_calls.0.function.name",
+    ),
     ({"messages": [ASKED, {"role": "tool", "content": [{"type": "image_url"}]}]}, "messages.1.content"),
     ({"messages": [ASKED, {"role": "tool", "content": [{"type": "text", "text": {"a": 1}}]}]}, "messages.1.content"),
     ({"messages": [ASKED, {"role": "tool", "content": "the result of no call"}]}, "messages.1"),
@@ -237,30 +240,30 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 )
 def test_what_no_grammar_can_say_is_refused(body: dict[str, Any], param: str) -> None:
     with pytest.raises(Refusal) as refused:
-        read_chat({"messages": [ASKED], **body}, QueryOptions())
+        ask_of_chat({"messages": [ASKED], **body})
     assert (refused.value.status, refused.value.param) == (400, param)
 
 
 @pytest.mark.parametrize("schema", USUAL, ids=range(len(USUAL)))
 def test_references_and_steps_that_are_usual(schema: dict[str, Any]) -> None:
     body = {"messages": [ASKED], "response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
-    assert read_chat(body, QueryOptions()).ask.options.grammar
+    assert ask_of_chat(body).options.grammar
 
 
 @pytest.mark.parametrize("more", [{"tool_choice": "required"}, {"response_format": {"type": "json_object"}}], ids=str)
 def test_stop_texts_do_not_cut_what_a_grammar_forces(more: dict[str, Any]) -> None:
     body = {"messages": [ASKED], "tools": TOOLS, "stop": ["\n"]}
-    assert read_chat(body, QueryOptions()).ask.stop == ("\n",)
-    assert read_chat(body | more, QueryOptions()).ask.stop == ()
+    assert ask_of_chat(body).stop == ("\n",)
+    assert ask_of_chat(body | more).stop == ()
 
 
 def test_without_the_library_a_schema_is_refused_and_tools_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tools_module, "is_installed", lambda: False)
     with pytest.raises(Refusal, match="llguidance") as refused:
-        read_chat({"messages": [ASKED], "tools": TOOLS, "tool_choice": "required"}, QueryOptions())
+        ask_of_chat({"messages": [ASKED], "tools": TOOLS, "tool_choice": "required"})
     assert "kvtool[structured]" in refused.value.hint
-    assert len(read_chat({"messages": [ASKED], "tools": TOOLS}, QueryOptions()).ask.tools) == 2
-    assert read_chat({"messages": [ASKED], "tools": TOOLS, "tool_choice": "none"}, QueryOptions()).ask.tools == []
+    assert len(ask_of_chat({"messages": [ASKED], "tools": TOOLS}).tools) == 2
+    assert ask_of_chat({"messages": [ASKED], "tools": TOOLS, "tool_choice": "none"}).tools == ()
 
 
 CALLED = '{"name": "look_up", "arguments": {"mill": 3}}'
@@ -301,7 +304,7 @@ def test_arguments_that_no_response_could_have(value: str) -> None:
     forced = with_calls(said, TOOLS, forced=True)
     assert (forced.text, [call.json for call in forced.calls]) == ("", [f'{{"mill": {value}}}'])
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": f'{{"mill": {value}}}'}}]}
-    asked = read_chat({"messages": [ASKED, call, {"role": "tool", "content": "x"}]}, QueryOptions()).ask
+    asked = ask_of_chat({"messages": [ASKED, call, {"role": "tool", "content": "x"}]})
     assert asked.turns == ((QUESTION, '<tool_call>\n{"name": "a", "arguments": {}}\n</tool_call>'),)
 
 
@@ -320,7 +323,7 @@ def test_events_name_the_items_of_their_response() -> None:
 @pytest.mark.parametrize("arguments", ["", '{"mill": ', '{"mill": 3, "how": "sho', '{"mill": 3,'])
 def test_a_call_that_was_cut_off_can_be_sent_again(arguments: str) -> None:
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "look_up", "arguments": arguments}}]}
-    asked = read_chat({"messages": [ASKED, call, {"role": "tool", "content": "x"}]}, QueryOptions()).ask
+    asked = ask_of_chat({"messages": [ASKED, call, {"role": "tool", "content": "x"}]})
     assert asked.turns == ((QUESTION, '<tool_call>\n{"name": "look_up", "arguments": {}}\n</tool_call>'),)
 
 
@@ -336,11 +339,11 @@ def test_one_call_where_several_are_not_wanted() -> None:
     answer = Answer(f"<tool_call>{CALLED}</tool_call>" * 2, "stop", (), (), {}, 0, "", 0.0, 0.0)
     assert [len(with_calls(answer, TOOLS, several).calls) for several in (True, False)] == [2, 1]
     body: dict[str, Any] = {"messages": [ASKED], "tools": TOOLS}
-    assert read_chat(body, QueryOptions()).ask.parallel
-    assert not read_chat(body | {"parallel_tool_calls": False}, QueryOptions()).ask.parallel
+    assert ask_of_chat(body).parallel
+    assert not ask_of_chat(body | {"parallel_tool_calls": False}).parallel
     claude: dict[str, Any] = {"max_tokens": 4, "messages": [ASKED], "tools": [{"name": "a", "input_schema": {}}]}
     choice = {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
-    assert not read_message(claude | choice, QueryOptions(), False).ask.parallel
+    assert not ask_of_message(claude | choice).parallel
 
 
 def test_a_failed_tool_says_so_in_parts_too() -> None:
@@ -348,7 +351,7 @@ def test_a_failed_tool_says_so_in_parts_too() -> None:
     for content in ("no luck", [{"type": "text", "text": "no luck"}]):
         result = {"type": "tool_result", "tool_use_id": "1", "is_error": True, "content": content}
         body = {"max_tokens": 4, "messages": [ASKED, call, {"role": "user", "content": [result]}]}
-        asked = read_message(body, QueryOptions(), False).ask.request.question
+        asked = ask_of_message(body).request.question
         assert asked == "<tool_response>\nError:\nno luck\n</tool_response>"
 
 
@@ -367,7 +370,8 @@ def test_a_mark_that_is_a_token_is_called_by_it() -> None:
     """As in Qwen's vocabularies: the grammar is of the token, not of its letters."""
     tokenizer = tiny_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>"]})
-    constraint = Constraint(read_tools({"tools": TOOLS, "tool_choice": "required"})[1], tokenizer)
+    body = {"messages": [ASKED], "tools": TOOLS, "tool_choice": "required"}
+    constraint = Constraint(ask_of_chat(body).options.grammar, tokenizer)
     constraint.begin()
     possible = constraint.masked(torch.zeros(len(tokenizer)))
     assert possible.isfinite().nonzero().flatten().tolist() == tokenizer.convert_tokens_to_ids(["<tool_call>"])

@@ -32,6 +32,7 @@ from pydantic import AnyHttpUrl, ValidationError
 
 from kvtool.core.agent.options import AgentOptions, key_of
 from kvtool.core.agent.tools import Tools
+from kvtool.core.common.validation import complaint_of
 from kvtool.core.errors import KvtoolError, UsageError, replace_flags
 
 LISTED = 1000  # documents on a page of the resources
@@ -86,7 +87,7 @@ class StoreServer:
         except ToolError as error:
             text = str(error)
             if isinstance(cause := error.__cause__, ValidationError):
-                text = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in cause.errors())
+                text = complaint_of(cause).text
             return types.CallToolResult(content=[types.TextContent(text=text)], is_error=True)
         assert isinstance(result, types.CallToolResult)
         return result
