@@ -82,7 +82,7 @@ def keeps_states(config: Any) -> bool:
     return not STATEFUL.isdisjoint(_layer_types(config))
 
 
-def kept_layers(config: Any) -> int:
+def kv_layers(config: Any) -> int:
     return int(config.num_hidden_layers) - int(getattr(config, "num_kv_shared_layers", 0) or 0)
 
 

@@ -115,9 +115,9 @@ class StoreModel:
     @cached_property
     def layers(self) -> int:
         from kvtool.core.checkpoint.load import supported_config
-        from kvtool.core.checkpoint.support import kept_layers
+        from kvtool.core.checkpoint.support import kv_layers
 
-        return kept_layers(supported_config(self.files)) if self._decoder is None else self._decoder.stored_layers
+        return kv_layers(supported_config(self.files)) if self._decoder is None else self._decoder.stored_layers
 
 
 @dataclass(slots=True)
