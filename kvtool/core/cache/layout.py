@@ -24,7 +24,6 @@ import errno
 import json
 import os
 import re
-import secrets
 import stat
 import sys
 import uuid
@@ -32,8 +31,9 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from kvtool.core.cache.space import FULL, SMALL_FILE, check_file
+from kvtool.core.common.files import TEMPORARY as TEMPORARY
 from kvtool.core.common.files import make_folder as make_folder
-from kvtool.core.common.files import new_file
+from kvtool.core.common.files import replace_file
 from kvtool.core.common.files import sync_folder as sync_folder
 from kvtool.core.common.json_text import parsed
 from kvtool.core.common.types import Warn, warn_nobody
@@ -50,33 +50,20 @@ FORMAT = 1
 STORE_FILE, CURRENT_FILE, LOCK_FILE, HOLDER_FILE = "store.json", "current", "writer.lock", "writer.json"
 ACCESS_FILE, SERVED_FILE, DATA_FOLDER = "access.log", "served.log", "data"
 REMOTE_FOLDER = "remote"  # of the local cache of a shared store
-TEMPORARY = ".tmp-"
 _GENERATION = re.compile(r"gen-[1-9][0-9]{0,8}")
 REPAIR = "run `kvtool store verify --repair`, then ingest again"
 REBUILD = "restore the folder from a copy, or ingest into a new store"
 
 
 def atomic_write(path: Path, data: bytes) -> None:
-    """Replace a file: write a temporary file, fsync, rename. Raises NoSpaceError: the old file is untouched."""
-    temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}")
+    """Replace a file durably. Raises NoSpaceError: the old file is untouched."""
     try:
         check_file(path.parent, len(data))
-        _write_new(temporary, data)
-        temporary.replace(path)
+        replace_file(path, data)
     except OSError as error:
         if error.errno in FULL:
             raise NoSpaceError(f"no space to write {path}", "free some disk space and run again") from error
         raise
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
-
-
-def _write_new(path: Path, data: bytes) -> None:
-    with new_file(path) as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def read_small(path: Path) -> bytes:
