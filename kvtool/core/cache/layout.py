@@ -28,7 +28,7 @@ import stat
 import sys
 import uuid
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from kvtool.core.cache.space import FULL, SMALL_FILE, check_file
 from kvtool.core.common.files import TEMPORARY as TEMPORARY
@@ -72,19 +72,6 @@ def read_small(path: Path) -> bytes:
         raise StoreFormatError(f"{path} is not a regular file", REBUILD)
     with path.open("rb") as file:
         return file.read(SMALL_FILE)
-
-
-def side_file(root: Path, name: str) -> Path:
-    """Return the path of a side file (``gate/…``, ``index/…``) and make its folder. Raises ValueError for names outside
-    the store's folder and those of the store's own files."""
-    parts = PurePosixPath(name).parts
-    if len(parts) < 2 or name.startswith("/") or ".." in parts or parts[0] == DATA_FOLDER:
-        raise ValueError(f"a side file is named folder/name, not {name!r}")
-    path = root.joinpath(*parts)
-    with contextlib.suppress(OSError):  # a read-only store: the caller finds no file there
-        for parent in reversed(path.parents[: len(parts) - 1]):
-            make_folder(parent)
-    return path
 
 
 def read_uuid(root: Path) -> str:
@@ -158,13 +145,6 @@ def next_generation(root: Path) -> Path:
 
 def point_to(root: Path, generation: Path) -> None:
     atomic_write(root / CURRENT_FILE, generation.name.encode() + b"\n")
-
-
-def concerns(root: Path) -> list[str]:
-    mode = root.stat().st_mode
-    if mode & 0o022:
-        return [f"{root} can be written by others: chmod 700 it"]
-    return [f"{root} can be read by others: chmod 700 it"] if mode & 0o055 else []
 
 
 def allocate_lock_file(generation: Path, size: int) -> bool:

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from kvtool.core.cache import layout, space, tables
@@ -41,10 +41,21 @@ class StoreReader(ChunkReader, StretchReader):
     # ---- the folder ----------------------------------------------------------------------------------------------
 
     def concerns(self) -> list[str]:
-        return layout.concerns(self.path)
+        mode = self.path.stat().st_mode
+        if mode & 0o022:
+            return [f"{self.path} can be written by others: chmod 700 it"]
+        return [f"{self.path} can be read by others: chmod 700 it"] if mode & 0o055 else []
 
     def side_file(self, name: str) -> Path:
-        return layout.side_file(self.path, name)
+        """Return the path of a side file (``gate/…``, ``index/…``) and make its folder. Raises ValueError for names
+        outside the store's folder and those of the store's own files."""
+        parts = PurePosixPath(name).parts
+        if len(parts) < 2 or name.startswith("/") or ".." in parts or parts[0] == layout.DATA_FOLDER:
+            raise ValueError(f"a side file is named folder/name, not {name!r}")
+        path = self.path.joinpath(*parts)
+        with contextlib.suppress(OSError):  # a read-only store: the caller finds no file there
+            layout.make_folder(path.parent)
+        return path
 
     def write_side(self, name: str, value: dict[str, Any]) -> bool:
         """Write a JSON object that can be made again as ``folder/name``. False: it could not be written."""
