@@ -151,8 +151,7 @@ class ChunkReader(StoreConnection):
             reads = [read_record(*name, data) for name, data in zip(names, copies, strict=True)]
         if self.link is not None:
             self.link.complete(reads, chunk_ids, level, layer, before)
-        lacking = [number for number, read in enumerate(reads) if read is None] if self.more is not None else []
-        if self.more is not None and lacking:
+        if self.more is not None and (lacking := [number for number, read in enumerate(reads) if read is None]):
             records = self.more.read_layer([chunk_ids[number] for number in lacking], level, layer, allocate=allocate)
             for number, read in zip(lacking, records, strict=True):
                 reads[number] = read
