@@ -339,16 +339,14 @@ def _holds_all(path: Path, meta: Meta, size: int) -> bool:
     with closing(DataFile(path)) as file:
         tree = Tree(file, meta)
         try:
-            return all(_fits(tree, node, size) for number in (_FREE, _DATA) for _, _, node in tree.pages(number))
+            return all(
+                tree.page_of(leaf, at) * meta.page_size + _BIG_HEADER_BYTES + leaf.values[at][1] <= size
+                for number in (_FREE, _DATA)
+                for *_, node in tree.pages(number)
+                for leaf, at in _large_values(node)
+            )
         except DamagedError:  # a page of the tree is outside the file, or cannot be read
             return False
-
-
-def _fits(tree: Tree, node: Branch | Leaf, size: int) -> bool:
-    return all(
-        tree.page_of(leaf, at) * tree.meta.page_size + _BIG_HEADER_BYTES + leaf.values[at][1] <= size
-        for leaf, at in _large_values(node)
-    )
 
 
 def _large_values(node: Branch | Leaf) -> list[Found]:
