@@ -302,21 +302,17 @@ def _sample(path: Path) -> str:
 
 
 def _remembered() -> dict[str, _Known]:
-    """Read the table on disk; a table that cannot be read counts as empty, and entries that cannot be are left out."""
+    """Read the table on disk; one that cannot be read counts as empty."""
     try:
         table = json.loads((cache_dir() / _TABLE).read_text(encoding="utf-8"))
-        return {path: known for path, entry in table.items() if (known := _parsed(entry))}
-    except (OSError, ValueError, RecursionError, AttributeError, KvtoolError):
+        return {
+            path: _Known(
+                tuple(map(int, entry["stamp"])), str(entry["digest"]), str(entry["sample"]), float(entry["checked"])
+            )
+            for path, entry in table.items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, KvtoolError):
         return {}
-
-
-def _parsed(entry: Any) -> _Known | None:
-    try:
-        return _Known(
-            tuple(map(int, entry["stamp"])), str(entry["digest"]), str(entry["sample"]), float(entry["checked"])
-        )
-    except (TypeError, KeyError, ValueError, OverflowError):
-        return None
 
 
 def _remember(path: str, entry: _Known) -> None:
