@@ -72,7 +72,9 @@ class Documents:
         for entry, documents in files:
             if sorted(entry.documents) != sorted(document.source for document in documents):
                 raise ValueError("a file entry must name exactly its documents")
-            self._check_owner(entry)
+            for source in entry.documents if entry.origin.is_foreign else ():
+                if (other := self._other_owner(entry.path, source)) is not None:
+                    raise ValueError(f"document {source} is one of {other}")
             chunks = {ref.chunk_id for document in documents for ref in document.chunks}
             needed |= chunks
             local |= set() if entry.origin.is_foreign else chunks
@@ -86,11 +88,6 @@ class Documents:
             old = None
         stale = [source for source in (old.documents if old else ()) if source not in sources]
         return [(tables.DOCUMENTS, tables.name_key(s)) for s in stale if self._other_owner(path, s) is None]
-
-    def _check_owner(self, entry: FileEntry) -> None:
-        for source in entry.documents if entry.origin.is_foreign else ():
-            if (other := self._other_owner(entry.path, source)) is not None:
-                raise ValueError(f"document {source} is one of {other}")
 
     def _other_owner(self, path: str, source: str) -> str | None:
         marks = (at for at, character in enumerate(source) if character == "#")  # a document's own name may have some
