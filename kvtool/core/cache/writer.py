@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvtool.core.cache import tables
 from kvtool.core.cache.access_log import combine_scores, fold_uses, take_log
 from kvtool.core.cache.batch import BATCH_BYTES, Batch
-from kvtool.core.cache.collect import Referred, collect, compact, drop_unfinished
-from kvtool.core.cache.documents import Documents
+from kvtool.core.cache.collect import Documents, Referred, collect, compact, drop_unfinished
 from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry
 from kvtool.core.cache.identity import Origin
 from kvtool.core.cache.stretches import Place, StretchInfo, info_row, part_row
