@@ -103,12 +103,6 @@ def check_format(root: Path, number: int) -> None:
         )
 
 
-def write_store_file(root: Path) -> str:
-    name = str(uuid.uuid4())
-    atomic_write(root / STORE_FILE, json.dumps({"format": FORMAT, "uuid": name}).encode() + b"\n")
-    return name
-
-
 def is_foreign(root: Path) -> bool:
     ours = {LOCK_FILE, HOLDER_FILE}
     others = [name for name in os.listdir(root) if name not in ours and not name.startswith(TEMPORARY)]
