@@ -10,7 +10,7 @@ from kvtool.core.cache.backend import KVRead, RemoteBackend
 from kvtool.core.cache.entries import ChunkInfo
 from kvtool.core.cache.environment import StoreConnection
 from kvtool.core.cache.identity import FEWEST_DIGITS, ID_BYTES, Origin, chunks_named, is_id
-from kvtool.core.cache.record import DIGEST_BYTES, HEADER_BYTES, Allocator, Kind, aligned, decode_record, payload_part
+from kvtool.core.cache.record import DIGEST_BYTES, HEADER_BYTES, Allocator, Kind, aligned, payload_part
 from kvtool.core.cache.tables import origin_in
 from kvtool.core.cache.transaction import Snapshot
 from kvtool.core.codec.levels import MAKER, level_of
@@ -164,12 +164,9 @@ def read_record(
     if data is None or isinstance(data, DamagedError):
         return data
     try:
-        header, payload = decode_record(chunk_id, data)
+        return tables.open_record(chunk_id, level, layer, data)
     except DamagedError as error:
         return error
-    if (header.level, header.layer) != (level, layer):
-        return DamagedError(f"the record is of level {header.level}, layer {header.layer}")
-    return header, payload
 
 
 def _info_of(snapshot: Snapshot, chunk_id: bytes) -> ChunkInfo | None:
