@@ -91,7 +91,7 @@ class Snapshot:
             before(number)
             value: memoryview | DamagedError
             try:
-                value = self._tree.value(entry, allocate, partial(read_ahead, number))
+                value = self._tree.value(entry, allocate=allocate, waits=partial(read_ahead, number))
             except DamagedError as error:
                 value = error
             yield value
