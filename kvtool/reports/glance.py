@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.common.json_text import level_rows
@@ -38,7 +37,7 @@ def glance(context: ReportContext) -> ReportResult:
         "lead_in": identity.lead_in.mode,
         "lead_in_tokens": len(identity.lead_in.ids),
         "gate": None if verdict is None else verdict.to_json(),
-        "usage": asdict(served) | {"hit_rate": served.hit_rate},
+        "usage": served._asdict() | {"hit_rate": served.hit_rate},
     }
     return ReportResult("Store", value, [*_summary(value)], _sections(value))
 

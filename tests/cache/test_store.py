@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvtool.core.cache import access_log, batch, environment, layout
+from kvtool.core.cache import access_log, batch, environment, layout, tables
 from kvtool.core.cache import reader as module
 from kvtool.core.cache.access_log import HALF_LIFE
 from kvtool.core.cache.entries import ChunkInfo, ChunkRef, DocumentEntry, FileEntry
@@ -291,10 +291,10 @@ def test_access_notes(tmp_path: Path) -> None:
         log.write(bogus)
     with Store.open(path) as store:
         assert sorted(store.last_used()) == sorted([used, id_of("f1.0")])  # noted, and not in the store yet
-        assert store.folded_uses() == {}
+        assert store.times(tables.USED) == {}
         with store.writer() as pen:
             pen.collect()
-        assert sorted(store.folded_uses()) == sorted([used, id_of("f1.0")])
+        assert sorted(store.times(tables.USED)) == sorted([used, id_of("f1.0")])
         assert sorted(store.last_used()) == sorted([used, id_of("f1.0")])
         assert not list(path.glob("access.log*"))
         with store.writer() as pen:
@@ -346,7 +346,7 @@ def test_a_use_is_known_at_once_and_wherever_it_was_noted(tmp_path: Path, monkey
         with store.writer() as pen:
             pen.fold_access()
             store.note_access([id_of("f0.1")])
-        assert sorted(store.folded_uses()) == sorted([used, id_of("f1.0"), id_of("f0.1")])
+        assert sorted(store.times(tables.USED)) == sorted([used, id_of("f1.0"), id_of("f0.1")])
 
 
 def test_compact_gives_bytes_back_and_others_follow(tmp_path: Path) -> None:

@@ -23,9 +23,8 @@ from transformers.tokenization_utils_tokenizers import TokenizersBackend
 from kvtool.core.checkpoint.files import SOURCE
 from kvtool.core.checkpoint.gguf import config as gguf_config
 from kvtool.core.checkpoint.gguf import folder as gguf_folder
-from kvtool.core.checkpoint.gguf.folder import prepare_folder
+from kvtool.core.checkpoint.gguf.folder import prepare_folder, split_digits, write_tokenizer
 from kvtool.core.checkpoint.gguf.header import read_header
-from kvtool.core.checkpoint.gguf.tokenizer import split_digits, write_tokenizer
 from kvtool.core.checkpoint.hub import model_fingerprint, resolve
 from kvtool.core.checkpoint.load import load_model, load_tokenizer
 from kvtool.core.checkpoint.support import context_limit

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtool.core.cache.access_log import ServedLog
+from kvtool.core.cache.access_log import UseLog, read_served
 from kvtool.core.cache.store import Store
 from tests.cli.working import CHUNKS, PREFIX, QUESTION, SHORT, chunks_of, drop_records, kvtool, listing, prefix_chunk
 from tests.reports.test_page import Outline
@@ -80,22 +80,22 @@ def test_the_glance_tells_how_many_chunks_were_found(store: Path) -> None:
 
 
 def test_counts_that_cannot_be_read_count_nothing(tmp_path: Path) -> None:
-    log = ServedLog(tmp_path, enabled=True)
-    log.note(3, 1)
-    log.note(2, 0)
+    log = UseLog(tmp_path, enabled=True)
+    log.note_question(3, 1)
+    log.note_question(2, 0)
     log.flush()
     log.flush()
-    assert log.total().hits == 5
+    assert read_served(tmp_path).hits == 5
     path = tmp_path / "served.log"
     path.write_bytes(path.read_bytes() + b"9 9 9 00000000\n\xff\n7 7")
-    total = log.total()
+    total = read_served(tmp_path)
     assert (total.questions, total.hits, total.misses) == (2, 5, 1)
-    closed = ServedLog(tmp_path / "nowhere", enabled=True)
-    closed.note(1, 1)
+    closed = UseLog(tmp_path / "nowhere", enabled=True)
+    closed.note_question(1, 1)
     closed.flush()
-    assert closed.total().hit_rate is None
-    ServedLog(tmp_path, enabled=False).note(1, 1)
-    assert log.total() == total
+    assert read_served(tmp_path / "nowhere").hit_rate is None
+    UseLog(tmp_path, enabled=False).note_question(1, 1)
+    assert read_served(tmp_path) == total
 
 
 def test_the_glance_counts_the_chunks_that_ls_lists(store: Path) -> None:

@@ -13,9 +13,9 @@ import torch
 from kvtool.core.cache import writer as writers
 from kvtool.core.cache.layout import REPAIR
 from kvtool.core.cache.store import Store
+from kvtool.core.codec.decode import TransformCodec
 from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.lossless import Lossless
-from kvtool.core.codec.transform_codec import TransformCodec
 from kvtool.core.compress import encoders, level_writer
 from kvtool.core.compress.level_writer import _within
 from kvtool.core.errors import DamagedError

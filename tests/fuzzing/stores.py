@@ -252,7 +252,7 @@ def side_files(data: bytes) -> None:
         for log in (layout.ACCESS_FILE, layout.SERVED_FILE):
             (store.path / log).write_bytes(data)
         access_log.read_log(store.path)
-        access_log.ServedLog(store.path, True).total()
+        access_log.read_served(store.path)
 
 
 def _side_seeds() -> list[bytes]:

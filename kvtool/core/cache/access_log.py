@@ -18,11 +18,13 @@ import stat
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 from kvtool.core.cache import layout
+
+T = TypeVar("T", bound=float)
 
 _MAX_LOG_BYTES = 64 * 2**20  # then readers stop noting until a writer folds it
 _LONG_LOG_BYTES = 2**20
@@ -60,36 +62,59 @@ def _sound_lines(path: Path, form: re.Pattern[bytes]) -> Iterator[tuple[bytes, .
             yield match.groups()
 
 
-class AccessLog:
+class Served(NamedTuple):
+    questions: int = 0
+    hits: int = 0
+    misses: int = 0
+
+    @property
+    def hit_rate(self) -> float | None:
+        requests = self.hits + self.misses
+        return self.hits / requests if requests else None
+
+
+class UseLog:
+    """The notes of one reader, which writes them many at a time; none if it is not `enabled`."""
+
     def __init__(self, root: Path, enabled: bool) -> None:
-        self._path = root / layout.ACCESS_FILE
+        self._root = root
         self._enabled = enabled
-        self._seen: list[tuple[bytes, int]] = []
+        self._uses: list[tuple[bytes, int]] = []
+        self._served = Served()
         self._mutex = threading.Lock()
 
     @property
     def is_long(self) -> bool:
         """True if a writer should fold the log now: readers stop noting when it is full."""
         try:
-            return self._path.stat().st_size > _LONG_LOG_BYTES
+            return (self._root / layout.ACCESS_FILE).stat().st_size > _LONG_LOG_BYTES
         except OSError:
             return False
 
-    def note(self, chunk_ids: Iterable[bytes]) -> None:
+    def note_uses(self, chunk_ids: Iterable[bytes]) -> None:
         if not self._enabled:
             return
         now = int(time.time())
         with self._mutex:
-            self._seen += ((bytes(chunk_id), now) for chunk_id in chunk_ids)
-            full = len(self._seen) >= _MAX_BUFFER
+            self._uses += ((bytes(chunk_id), now) for chunk_id in chunk_ids)
+            full = len(self._uses) >= _MAX_BUFFER
         if full:
             self.flush()
 
+    def note_question(self, hits: int, misses: int) -> None:
+        if self._enabled:
+            with self._mutex:
+                questions, *counts = self._served
+                self._served = Served(questions + 1, counts[0] + hits, counts[1] + misses)
+
     def flush(self) -> None:
         with self._mutex:
-            seen, self._seen = self._seen, []
-        if seen:
-            append(self._path, (f"{chunk_id.hex()} {when}" for chunk_id, when in seen))
+            uses, self._uses = self._uses, []
+            served, self._served = self._served, Served()
+        if uses:
+            append(self._root / layout.ACCESS_FILE, (f"{chunk_id.hex()} {when}" for chunk_id, when in uses))
+        if served.questions:
+            append(self._root / layout.SERVED_FILE, [" ".join(map(str, served))])
 
 
 def read_log(root: Path) -> list[tuple[bytes, int]]:
@@ -115,56 +140,20 @@ def _uses(path: Path) -> Iterator[tuple[bytes, int]]:
     return ((bytes.fromhex(chunk.decode()), int(when)) for chunk, when in _sound_lines(path, _USE))
 
 
-def latest(uses: Iterable[tuple[bytes, int]]) -> dict[bytes, int]:
-    last: dict[bytes, int] = {}
+def fold_uses(uses: Iterable[tuple[bytes, T]], combine: Callable[[T, T], T]) -> dict[bytes, T]:
+    """Map each chunk id to its times or scores: the last use by `max`, the LRFU score by `combine_scores`."""
+    folded: dict[bytes, T] = {}
     for chunk_id, when in uses:
-        last[chunk_id] = max(last.get(chunk_id, 0), when)
-    return last
+        folded[chunk_id] = combine(folded[chunk_id], when) if chunk_id in folded else when
+    return folded
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
-    questions: int = 0
-    hits: int = 0
-    misses: int = 0
-
-    @property
-    def hit_rate(self) -> float | None:
-        requests = self.hits + self.misses
-        return self.hits / requests if requests else None
-
-
-class ServedLog:
-    def __init__(self, root: Path, enabled: bool) -> None:
-        self._path = root / layout.SERVED_FILE
-        self._enabled = enabled
-        self._counts = [0, 0, 0]
-        self._mutex = threading.Lock()
-
-    def note(self, hits: int, misses: int) -> None:
-        if self._enabled:
-            with self._mutex:
-                self._counts = [old + new for old, new in zip(self._counts, (1, hits, misses), strict=True)]
-
-    def flush(self) -> None:
-        with self._mutex:
-            counts, self._counts = self._counts, [0, 0, 0]
-        if counts[0]:
-            append(self._path, [" ".join(map(str, counts))])
-
-    def total(self) -> Served:
-        rows = list(_sound_lines(self._path, _COUNTS))
-        return Served(*(sum(int(row[at]) for row in rows) for at in range(3)))
+def read_served(root: Path) -> Served:
+    rows = list(_sound_lines(root / layout.SERVED_FILE, _COUNTS))
+    return Served(*(sum(int(row[at]) for row in rows) for at in range(3)))
 
 
 def combine_scores(score: float, other: float) -> float:
     """Combine two scores or times of use, in seconds since 1970; 0: never used."""
     low, high = sorted((score, other))
     return high + HALF_LIFE * math.log2(1 + 2 ** ((low - high) / HALF_LIFE)) if low > 0 else high
-
-
-def lrfu_scores(uses: Iterable[tuple[bytes, float]]) -> dict[bytes, float]:
-    scores: dict[bytes, float] = {}
-    for chunk_id, when in uses:
-        scores[chunk_id] = combine_scores(scores.get(chunk_id, 0.0), when)
-    return scores

@@ -29,7 +29,6 @@ _ROW_SLACK = 256  # key, node and its share of the tree
 _SLACK = 256 * 1024  # tree pages that a transaction rewrites, at most
 _TREE_BYTES = 16 * PAGE_BYTES  # those of a usual one, beyond what it frees
 _INDEX_SHARE = 6  # bytes of the retrieval index for a byte of a document as it is stored, both copies of a merge
-_OF_CHUNKS = (tables.CHUNKS, tables.LEVELS, tables.RECORDS)
 _LIGHT = (tables.META, tables.USED, tables.WARM, tables.ADDED, tables.ORIGINS)  # whose size does not matter
 _UNSEEN_TABLES = (tables.USED, tables.WARM, tables.ADDED, tables.STRETCHES)  # which no answer depends on
 _UNSEEN_KEYS = (tables.BUDGET_KEY, tables.PINS_KEY, tables.COLLECTED_KEY, tables.UNFINISHED_KEY)
@@ -168,7 +167,7 @@ class Batch:
         need = sum(_pages(len(value)) for _, _, value in heavy)
         texts = sum(len(value) for table, _, value in heavy if table == tables.DOCUMENTS)
         environment = self.store.environment
-        thinned = any(table in _OF_CHUNKS for table, _ in deletions) if thins is None else thins
+        thinned = any(table in tables.CHUNK_TABLES for table, _ in deletions) if thins is None else thins
         rows = [*rows, *self._revision_rows({*deletions, *((table, key) for table, key, _ in rows)}, thinned)]
         deletions = sorted(deletions)  # in the order of pages: each is met once, not once a key
         rows = sorted(rows, key=itemgetter(0, 1))

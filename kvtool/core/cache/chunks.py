@@ -10,7 +10,7 @@ from kvtool.core.cache.backend import KVRead, RemoteBackend
 from kvtool.core.cache.entries import ChunkInfo
 from kvtool.core.cache.environment import StoreConnection
 from kvtool.core.cache.identity import FEWEST_DIGITS, ID_BYTES, Origin, chunks_named, is_id
-from kvtool.core.cache.record import DIGEST_BYTES, HEADER_BYTES, Allocator, Kind, aligned, decode_record, payload_part
+from kvtool.core.cache.record import DIGEST_BYTES, HEADER_BYTES, Allocator, Kind, aligned, payload_part
 from kvtool.core.cache.tables import origin_in
 from kvtool.core.cache.transaction import Snapshot
 from kvtool.core.codec.levels import MAKER, level_of
@@ -151,8 +151,7 @@ class ChunkReader(StoreConnection):
             reads = [read_record(*name, data) for name, data in zip(names, copies, strict=True)]
         if self.link is not None:
             self.link.complete(reads, chunk_ids, level, layer, before)
-        lacking = [number for number, read in enumerate(reads) if read is None] if self.more is not None else []
-        if self.more is not None and lacking:
+        if self.more is not None and (lacking := [number for number, read in enumerate(reads) if read is None]):
             records = self.more.read_layer([chunk_ids[number] for number in lacking], level, layer, allocate=allocate)
             for number, read in zip(lacking, records, strict=True):
                 reads[number] = read
@@ -165,12 +164,9 @@ def read_record(
     if data is None or isinstance(data, DamagedError):
         return data
     try:
-        header, payload = decode_record(chunk_id, data)
+        return tables.open_record(chunk_id, level, layer, data)
     except DamagedError as error:
         return error
-    if (header.level, header.layer) != (level, layer):
-        return DamagedError(f"the record is of level {header.level}, layer {header.layer}")
-    return header, payload
 
 
 def _info_of(snapshot: Snapshot, chunk_id: bytes) -> ChunkInfo | None:

@@ -118,11 +118,7 @@ class ChunkInfo:
 
     def to_bytes(self) -> bytes:
         head = _CHUNK.pack(len(self.token_ids), len(self.lead_in), self.layers, len(self.sensitivity))
-        tail = (
-            b""
-            if self.arithmetic is None
-            else bytes([_DTYPES[self.arithmetic.dtype], _DEVICES[self.arithmetic.device]])
-        )
+        tail = bytes([_DTYPES[self.arithmetic.dtype], _DEVICES[self.arithmetic.device]]) if self.arithmetic else b""
         ids = struct.pack(f"<{len(self.token_ids)}I", *self.token_ids)
         return head + ids + self.lead_in + self.sensitivity + tail
 

@@ -19,11 +19,6 @@ ID_VERSION = 1  # of the encoding below; part of every id
 FEWEST_DIGITS = 6  # that name a chunk
 
 
-def _field(data: bytes) -> bytes:
-    """Encode a field, its length first, so that no two lists of fields share an encoding."""
-    return struct.pack("<Q", len(data)) + data
-
-
 def _pack_ids(token_ids: Sequence[int]) -> bytes:
     try:
         return struct.pack(f"<{len(token_ids)}I", *token_ids)
@@ -33,8 +28,8 @@ def _pack_ids(token_ids: Sequence[int]) -> bytes:
 
 def _digest(person: bytes, *fields: bytes) -> bytes:
     state = hashlib.blake2b(struct.pack("<I", ID_VERSION), digest_size=ID_BYTES, person=person)
-    for field in fields:
-        state.update(_field(field))
+    for field in fields:  # the length first, so that no two lists of fields share an encoding
+        state.update(struct.pack("<Q", len(field)) + field)
     return state.digest()
 
 

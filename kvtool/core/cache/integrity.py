@@ -18,7 +18,7 @@ from typing import Any
 from kvtool.core.cache import tables
 from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry, load_json
 from kvtool.core.cache.identity import ID_BYTES, unseal_origin
-from kvtool.core.cache.record import Kind, decode_record, unseal
+from kvtool.core.cache.record import Kind, unseal
 from kvtool.core.cache.side_files import damaged_files
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.stretches import missing_parts, named_part, read_row, stretch_keys
@@ -29,8 +29,6 @@ from kvtool.core.common.children import python
 from kvtool.core.errors import DamagedError, KvtoolError
 
 BESIDE = "side file"  # `table` of a damaged side file: index, vectors, what was measured
-CHUNK_TABLES = (tables.CHUNKS, tables.LEVELS, tables.RECORDS)
-TIMES = (tables.USED, tables.WARM, tables.ADDED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +91,7 @@ def _check_row(store: Store, table: bytes, key: bytes) -> Iterator[Damage]:
 def _damage_at(table: bytes, key: bytes, reason: str) -> Damage:
     chunk, level, layer = "", "", -1
     name = tables.TABLE_NAMES[table]
-    if table in (*CHUNK_TABLES, *TIMES, tables.ORIGINS):
+    if table in tables.BY_CHUNK:
         chunk = key[:ID_BYTES].hex()
     if table == tables.LEVELS:
         level = key[ID_BYTES:].decode("ascii", "replace")
@@ -101,13 +99,6 @@ def _damage_at(table: bytes, key: bytes, reason: str) -> Damage:
         with contextlib.suppress(DamagedError):
             _, level, layer = tables.split_record_key(key)
     return Damage(f"{reason} (in {name})", name, key.hex(), chunk, level, layer)
-
-
-def _read_record(key: bytes, data: memoryview) -> None:
-    chunk_id, level, layer = tables.split_record_key(key)
-    header, _ = decode_record(chunk_id, data)
-    if (header.level, header.layer) != (level, layer):
-        raise DamagedError("the record is of another level or layer")
 
 
 def _read_meta(key: bytes, data: memoryview) -> None:
@@ -126,7 +117,7 @@ _READS: dict[bytes, Callable[[bytes, memoryview], Any]] = {
     tables.USED: tables.unseal_number,
     tables.WARM: tables.unseal_number,
     tables.ADDED: tables.unseal_number,
-    tables.RECORDS: _read_record,
+    tables.RECORDS: lambda key, data: tables.open_record(*tables.split_record_key(key), data),
     tables.PROFILES: lambda key, data: unseal(key, Kind.PROFILE, data),
     tables.STRETCHES: read_row,
     tables.ORIGINS: unseal_origin,
@@ -223,14 +214,14 @@ def _plan_repair(snapshot: Snapshot, damages: list[Damage]) -> tuple[set[RowKey]
         if damage.level:
             with contextlib.suppress(ValueError):  # a damaged level name: the row itself is already in `deletions`
                 deletions |= {*level_keys(snapshot, bytes.fromhex(damage.chunk), damage.level)}
-        elif damage.chunk and table not in TIMES:  # these only decide the order of eviction
-            deletions |= {(t, k) for t in CHUNK_TABLES for k in snapshot.keys(t, bytes.fromhex(damage.chunk))}
+        elif damage.chunk and table not in tables.TIMES:  # these only decide the order of eviction
+            deletions |= {(t, k) for t in tables.CHUNK_TABLES for k in snapshot.keys(t, bytes.fromhex(damage.chunk))}
     return _widen(snapshot, deletions) if deletions else (deletions, [])
 
 
 def _widen(snapshot: Snapshot, deletions: set[RowKey]) -> tuple[set[RowKey], list[FileEntry]]:
     gone = {key for table, key in deletions if table == tables.CHUNKS}
-    touched = {key[:ID_BYTES] for table, key in deletions if table in CHUNK_TABLES}
+    touched = {key[:ID_BYTES] for table, key in deletions if table in tables.CHUNK_TABLES}
     stale = {key for table, key in deletions if table == tables.DOCUMENTS}
     for key, document in sound_rows(snapshot, tables.DOCUMENTS):
         chunks = {ref.chunk_id for ref in document.chunks}

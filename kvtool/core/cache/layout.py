@@ -24,16 +24,16 @@ import errno
 import json
 import os
 import re
-import secrets
 import stat
 import sys
 import uuid
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from kvtool.core.cache.space import FULL, SMALL_FILE, check_file
+from kvtool.core.common.files import TEMPORARY as TEMPORARY
 from kvtool.core.common.files import make_folder as make_folder
-from kvtool.core.common.files import new_file
+from kvtool.core.common.files import replace_file
 from kvtool.core.common.files import sync_folder as sync_folder
 from kvtool.core.common.json_text import parsed
 from kvtool.core.common.types import Warn, warn_nobody
@@ -50,33 +50,20 @@ FORMAT = 1
 STORE_FILE, CURRENT_FILE, LOCK_FILE, HOLDER_FILE = "store.json", "current", "writer.lock", "writer.json"
 ACCESS_FILE, SERVED_FILE, DATA_FOLDER = "access.log", "served.log", "data"
 REMOTE_FOLDER = "remote"  # of the local cache of a shared store
-TEMPORARY = ".tmp-"
 _GENERATION = re.compile(r"gen-[1-9][0-9]{0,8}")
 REPAIR = "run `kvtool store verify --repair`, then ingest again"
 REBUILD = "restore the folder from a copy, or ingest into a new store"
 
 
 def atomic_write(path: Path, data: bytes) -> None:
-    """Replace a file: write a temporary file, fsync, rename. Raises NoSpaceError: the old file is untouched."""
-    temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}")
+    """Replace a file durably. Raises NoSpaceError: the old file is untouched."""
     try:
         check_file(path.parent, len(data))
-        _write_new(temporary, data)
-        temporary.replace(path)
+        replace_file(path, data)
     except OSError as error:
         if error.errno in FULL:
             raise NoSpaceError(f"no space to write {path}", "free some disk space and run again") from error
         raise
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
-
-
-def _write_new(path: Path, data: bytes) -> None:
-    with new_file(path) as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def read_small(path: Path) -> bytes:
@@ -85,19 +72,6 @@ def read_small(path: Path) -> bytes:
         raise StoreFormatError(f"{path} is not a regular file", REBUILD)
     with path.open("rb") as file:
         return file.read(SMALL_FILE)
-
-
-def side_file(root: Path, name: str) -> Path:
-    """Return the path of a side file (``gate/…``, ``index/…``) and make its folder. Raises ValueError for names outside
-    the store's folder and those of the store's own files."""
-    parts = PurePosixPath(name).parts
-    if len(parts) < 2 or name.startswith("/") or ".." in parts or parts[0] == DATA_FOLDER:
-        raise ValueError(f"a side file is named folder/name, not {name!r}")
-    path = root.joinpath(*parts)
-    with contextlib.suppress(OSError):  # a read-only store: the caller finds no file there
-        for parent in reversed(path.parents[: len(parts) - 1]):
-            make_folder(parent)
-    return path
 
 
 def read_uuid(root: Path) -> str:
@@ -127,12 +101,6 @@ def check_format(root: Path, number: int) -> None:
         raise StoreFormatError(
             f"the store at {root} has format {number}, this kvtool reads format {FORMAT}", "ingest into a new store"
         )
-
-
-def write_store_file(root: Path) -> str:
-    name = str(uuid.uuid4())
-    atomic_write(root / STORE_FILE, json.dumps({"format": FORMAT, "uuid": name}).encode() + b"\n")
-    return name
 
 
 def is_foreign(root: Path) -> bool:
@@ -171,13 +139,6 @@ def next_generation(root: Path) -> Path:
 
 def point_to(root: Path, generation: Path) -> None:
     atomic_write(root / CURRENT_FILE, generation.name.encode() + b"\n")
-
-
-def concerns(root: Path) -> list[str]:
-    mode = root.stat().st_mode
-    if mode & 0o022:
-        return [f"{root} can be written by others: chmod 700 it"]
-    return [f"{root} can be read by others: chmod 700 it"] if mode & 0o055 else []
 
 
 def allocate_lock_file(generation: Path, size: int) -> bool:

@@ -6,11 +6,11 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from kvtool.core.cache import layout, space, tables
-from kvtool.core.cache.access_log import AccessLog, Served, ServedLog, combine_scores, latest, lrfu_scores, read_log
+from kvtool.core.cache.access_log import Served, UseLog, combine_scores, fold_uses, read_log, read_served
 from kvtool.core.cache.chunks import ChunkReader
 from kvtool.core.cache.entries import DocumentEntry, FileEntry, load_json
 from kvtool.core.cache.identity import ID_BYTES, ORIGIN, UNKNOWN, Origin, origin_of
@@ -31,8 +31,7 @@ class StoreReader(ChunkReader, StretchReader):
     def __init__(self, path: Path, uuid: str) -> None:
         super().__init__(path, uuid)
         self._flushed_at = time.monotonic()
-        self._access = AccessLog(path, enabled=not self.read_only)
-        self._served = ServedLog(path, enabled=not self.read_only)
+        self._log = UseLog(path, enabled=not self.read_only)
 
     @property
     def is_front(self) -> bool:
@@ -42,10 +41,21 @@ class StoreReader(ChunkReader, StretchReader):
     # ---- the folder ----------------------------------------------------------------------------------------------
 
     def concerns(self) -> list[str]:
-        return layout.concerns(self.path)
+        mode = self.path.stat().st_mode
+        if mode & 0o022:
+            return [f"{self.path} can be written by others: chmod 700 it"]
+        return [f"{self.path} can be read by others: chmod 700 it"] if mode & 0o055 else []
 
     def side_file(self, name: str) -> Path:
-        return layout.side_file(self.path, name)
+        """Return the path of a side file (``gate/…``, ``index/…``) and make its folder. Raises ValueError for names
+        outside the store's folder and those of the store's own files."""
+        parts = PurePosixPath(name).parts
+        if len(parts) < 2 or name.startswith("/") or ".." in parts or parts[0] == layout.DATA_FOLDER:
+            raise ValueError(f"a side file is named folder/name, not {name!r}")
+        path = self.path.joinpath(*parts)
+        with contextlib.suppress(OSError):  # a read-only store: the caller finds no file there
+            layout.make_folder(path.parent)
+        return path
 
     def write_side(self, name: str, value: dict[str, Any]) -> bool:
         """Write a JSON object that can be made again as ``folder/name``. False: it could not be written."""
@@ -75,7 +85,7 @@ class StoreReader(ChunkReader, StretchReader):
         it is written. `again`: the question is counted already."""
         self.note_use(chunk_ids)
         if not again:
-            self._served.note(len(chunk_ids), missed)
+            self._log.note_question(len(chunk_ids), missed)
         if time.monotonic() - self._flushed_at > _NOTES_SECONDS:
             self.flush()
         if self.link is not None:
@@ -83,48 +93,40 @@ class StoreReader(ChunkReader, StretchReader):
 
     def note_use(self, chunk_ids: Sequence[bytes]) -> None:
         """Note the use of chunks that were not found: computed for a question, and stored now."""
-        self._access.note(chunk_ids)
+        self._log.note_uses(chunk_ids)
 
     @property
     def notes_are_long(self) -> bool:
-        return self._access.is_long
+        return self._log.is_long
 
     def flush(self) -> None:
         """Write the access notes now instead of within seconds, or at close."""
         self._flushed_at = time.monotonic()
-        self._access.flush()
-        self._served.flush()
+        self._log.flush()
 
     def served(self) -> Served:
-        return self._served.total()
+        return read_served(self.path)
 
     def last_used(self) -> dict[bytes, int]:
         """Map each chunk id that was ever used to its last use (seconds since 1970), stored or only noted so far."""
-        self._access.flush()
-        times = latest(read_log(self.path))  # before the store: a writer may be folding it
-        for chunk_id, when in self.folded_uses().items():
-            times[chunk_id] = max(times.get(chunk_id, 0), when)
-        return times
-
-    def folded_uses(self) -> dict[bytes, int]:
-        return self._times(tables.USED)
+        noted = self._noted()  # before the store: a writer may be folding it
+        return fold_uses([*noted, *self.times(tables.USED).items()], max)
 
     def warmth(self) -> dict[bytes, float]:
         """Map each chunk id that was ever used to its LRFU score, stored or only noted so far."""
-        self._access.flush()
-        warm = lrfu_scores(read_log(self.path))  # before the store: a writer may be folding it
-        for chunk_id, before in self.folded_warmth().items():
-            warm[chunk_id] = combine_scores(warm.get(chunk_id, 0.0), before)
-        return warm
+        noted = self._noted()
+        return fold_uses([*noted, *self.times(tables.WARM).items()], combine_scores)
 
-    def folded_warmth(self) -> dict[bytes, int]:
-        return self._times(tables.WARM)
+    def _noted(self) -> list[tuple[bytes, int]]:
+        self._log.flush()
+        return read_log(self.path)
 
     def added(self) -> dict[bytes, int]:
         """Map each chunk id to the seconds at which it came into this store."""
-        return self._times(tables.ADDED)
+        return self.times(tables.ADDED)
 
-    def _times(self, table: bytes) -> dict[bytes, int]:
+    def times(self, table: bytes) -> dict[bytes, int]:
+        """Map each key of a table of times, or of scores, to its number in the store."""
         times: dict[bytes, int] = {}
         with self.snapshot() as snapshot:
             for key, data in snapshot.items(table):

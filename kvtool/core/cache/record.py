@@ -100,11 +100,6 @@ class KVHeader:
     def raw_bytes(self) -> int:
         return self.kv_heads * self.tokens * (self.head_dim_k + self.head_dim_v) * _ITEM_BYTES[self.dtype]
 
-    @property
-    def k_bytes(self) -> int:
-        """Bytes of K: where V starts in the payload of a ``raw`` record."""
-        return self.kv_heads * self.tokens * self.head_dim_k * _ITEM_BYTES[self.dtype]
-
 
 def check_level(level: str) -> str:
     """Return the level's name. Raises ValueError: empty, too long, or with characters that keys do not have."""

@@ -35,17 +35,20 @@ def tail_of(data: bytes) -> bytes:
 
 def check_table(path: Path, view: memoryview, status: os.stat_result) -> memoryview:
     """Return the bytes of a mapped table without its tail; hashed once in this process. Raises DamagedError."""
-    body = view[:-TAIL_BYTES]
     stamp = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
     if stamp not in _sound:
-        digest = xxhash.xxh3_128()
-        covered = view[: len(body) + len(_MAGIC)]
-        for at in range(0, len(covered), _AT_ONCE):
-            digest.update(covered[at : at + _AT_ONCE])
-        if len(view) < TAIL_BYTES or view[len(covered) :] != digest.digest() or covered[len(body) :] != _MAGIC:
+        if not _is_sealed(view):
             raise DamagedError(f"{path} does not match its digest", "run `kvtool store verify --repair`")
         _sound.add(stamp)
-    return body
+    return view[:-TAIL_BYTES]
+
+
+def _is_sealed(view: memoryview) -> bool:
+    digest = xxhash.xxh3_128()
+    covered = view[: len(_MAGIC) - TAIL_BYTES]
+    for at in range(0, len(covered), _AT_ONCE):
+        digest.update(covered[at : at + _AT_ONCE])
+    return len(view) >= TAIL_BYTES and view[-TAIL_BYTES:] == _MAGIC + digest.digest()
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
@@ -86,10 +89,8 @@ def damaged_files(root: Path) -> Iterator[tuple[str, str]]:
 def _file_damage(path: Path) -> str | None:
     try:
         if path.name.endswith(TABLES):
-            data = memoryview(path.read_bytes())
-            if len(data) < TAIL_BYTES or data[-TAIL_BYTES:] != tail_of(bytes(data[:-TAIL_BYTES])):
-                return "does not match its digest"
-        elif path.suffix == ".json":
+            return None if _is_sealed(memoryview(path.read_bytes())) else "does not match its digest"
+        if path.suffix == ".json":
             _read_json(path)
     except FileNotFoundError:
         raise

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import shutil
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
@@ -122,14 +124,16 @@ def _create(root: Path) -> None:
     data/ therefore means: nothing was ever committed here, and what is there may be made again."""
     root.chmod(0o700)
     try:
-        uuid = layout.read_uuid(root)
+        name = layout.read_uuid(root)
     except StoreNotFoundError:
-        uuid = layout.write_store_file(root)
+        name = str(uuid.uuid4())
+        text = json.dumps({"format": layout.FORMAT, "uuid": name})
+        layout.atomic_write(root / layout.STORE_FILE, text.encode() + b"\n")
     building = root / f"{layout.TEMPORARY}data"
     shutil.rmtree(building, ignore_errors=True)
     layout.make_folder(building)
     layout.make_folder(building / "gen-1")
-    _fill(building / "gen-1", uuid)
+    _fill(building / "gen-1", name)
     for folder in (building / "gen-1", building):
         layout.sync_folder(folder)
     layout.point_to(root, root / layout.DATA_FOLDER / "gen-1")
@@ -137,17 +141,17 @@ def _create(root: Path) -> None:
     layout.sync_folder(root)
 
 
-def _fill(generation: Path, uuid: str) -> None:
+def _fill(generation: Path, name: str) -> None:
     if not layout.allocate_lock_file(generation, LOCK_FILE_BYTES):
         raise NoSpaceError(f"no space to make a store at {generation}", "free some disk space")
     environment = open_lmdb(generation, read_only=False, create=True)
     try:
         with environment.begin(write=True) as transaction:
-            data = dump_json({"uuid": uuid, "format": layout.FORMAT})
+            data = dump_json({"uuid": name, "format": layout.FORMAT})
             transaction.put(tables.META + tables.STORE_KEY, seal(tables.STORE_KEY, Kind.STORE, data))
     except lmdb.Error as error:
         raise NoSpaceError(f"cannot make a store at {generation}: {error}", "is the disk full?") from error
     finally:
         environment.close()
-    for name in ("data.mdb", "lock.mdb"):
-        (generation / name).chmod(0o600)
+    for file in ("data.mdb", "lock.mdb"):
+        (generation / file).chmod(0o600)

@@ -16,7 +16,7 @@ from typing import Any
 
 from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry, dump_json
 from kvtool.core.cache.identity import HERE, ID_BYTES, UNKNOWN, Origin, seal_origin, unseal_origin
-from kvtool.core.cache.record import Bytes, Kind, check_level, decode_record, header_of, seal, unseal
+from kvtool.core.cache.record import Bytes, Kind, KVHeader, check_level, decode_record, header_of, seal, unseal
 from kvtool.core.cache.transaction import Snapshot
 from kvtool.core.errors import DamagedError
 
@@ -25,7 +25,8 @@ META, FILES, DOCUMENTS, CHUNKS, LEVELS, RECORDS, USED, PROFILES, ADDED, STRETCHE
 )
 _NAMES = "meta files documents chunks levels records used profiles added checkpoints warm origins".split()
 TABLE_NAMES = dict(zip(TABLES, _NAMES, strict=True))
-BY_CHUNK = (CHUNKS, LEVELS, RECORDS, USED, WARM, ADDED, ORIGINS)
+CHUNK_TABLES, TIMES = (CHUNKS, LEVELS, RECORDS), (USED, WARM, ADDED)
+BY_CHUNK = (*CHUNK_TABLES, *TIMES, ORIGINS)
 Row = tuple[bytes, bytes, Bytes]  # table, key, value
 RowKey = tuple[bytes, bytes]  # table, key
 
@@ -63,6 +64,14 @@ def split_record_key(key: bytes) -> tuple[bytes, str, int]:
     if len(key) < ID_BYTES + 4 or key[ID_BYTES] != len(level):
         raise DamagedError("a record key is damaged")
     return key[:ID_BYTES], level.decode("ascii", "replace"), struct.unpack(">H", key[-2:])[0]
+
+
+def open_record(chunk_id: bytes, level: str, layer: int, data: Bytes) -> tuple[KVHeader, memoryview]:
+    """Return header and payload of a record. Raises DamagedError, also for the record of another level or layer."""
+    header, payload = decode_record(chunk_id, data)
+    if (header.level, header.layer) != (level, layer):
+        raise DamagedError(f"the record is of level {header.level}, layer {header.layer}")
+    return header, payload
 
 
 def check_chunk_id(chunk_id: bytes) -> bytes:
@@ -132,7 +141,7 @@ def level_rows(
     replace = replace or bool(superseded(snapshot, chunk_id, origin))
     for number, record in enumerate(layers):
         key = record_key(chunk_id, level, number)
-        if replace or not _is_sound_record(snapshot, chunk_id, key):
+        if replace or not _is_sound_record(snapshot, key):
             rows.append((RECORDS, key, record))
     key = level_key(chunk_id, level)
     row = LevelRow(len(layers), len(info.token_ids), sum(map(len, layers)))
@@ -177,15 +186,11 @@ def superseded(snapshot: Snapshot, chunk_id: bytes, origin: Origin | None) -> li
     return chunk_keys(snapshot, chunk_id)
 
 
-def _is_sound_record(snapshot: Snapshot, chunk_id: bytes, key: bytes) -> bool:
-    try:
+def _is_sound_record(snapshot: Snapshot, key: bytes) -> bool:
+    with contextlib.suppress(DamagedError):
         data = snapshot.get(RECORDS, key)
-        if data is None:
-            return False
-        header, _ = decode_record(chunk_id, data)
-    except DamagedError:
-        return False
-    return record_key(chunk_id, header.level, header.layer) == key
+        return data is not None and bool(open_record(*split_record_key(key), data))
+    return False
 
 
 def check_layers(chunk_id: bytes, info: ChunkInfo, level: str, layers: Sequence[Bytes], sealed: bool = False) -> None:

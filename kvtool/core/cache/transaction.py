@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Self, TypeAlias
 
 import lmdb
@@ -71,36 +72,35 @@ class Snapshot:
         """Yield copies of many values: each is looked up once, and read ahead while others are copied if it is not in
         memory. `before` is called with the number of each before it is copied."""
         entries = [self._found(table + key) for key in keys]
-        waited: list[int] = []
+        is_ahead = False
 
-        def copied(number: int) -> memoryview | DamagedError | None:
-            def waits() -> None:
-                if not waited:  # from here on the kernel reads all the others, too
-                    self._will_need(entries[number + 1 :])
-                waited.append(number)
+        def read_ahead(number: int) -> None:
+            nonlocal is_ahead
+            if is_ahead:  # the kernel reads all of them already
+                return
+            is_ahead = True
+            for entry in entries[number + 1 :]:
+                if isinstance(entry, tuple):
+                    with contextlib.suppress(DamagedError):
+                        self._tree.will_need(entry)
 
-            entry = entries[number]
+        for number, entry in enumerate(entries):
             if entry is None or isinstance(entry, DamagedError):
-                return entry
+                yield entry
+                continue
             before(number)
+            value: memoryview | DamagedError
             try:
-                return self._tree.value(entry, allocate, waits)
+                value = self._tree.value(entry, allocate=allocate, waits=partial(read_ahead, number))
             except DamagedError as error:
-                return error
-
-        return map(copied, range(len(keys)))
+                value = error
+            yield value
 
     def _found(self, key: bytes) -> Found | DamagedError | None:
         try:
             return self._tree.find(key)
         except DamagedError as error:
             return error
-
-    def _will_need(self, found: Sequence[Found | DamagedError | None]) -> None:
-        for entry in found:
-            if isinstance(entry, tuple):
-                with contextlib.suppress(DamagedError):
-                    self._tree.will_need(entry)
 
     def has(self, table: bytes, key: bytes) -> bool:
         return self._tree.find(table + key) is not None

@@ -117,16 +117,10 @@ class Tree:
     def get(self, key: bytes, most: int | None = None, allocate: Allocator = aligned) -> memoryview | None:
         """Return a private, writable copy of a value, or of its first `most` bytes; None: no such key."""
         entry = self.find(key)
-        if entry is None:
-            return None
-        size = _size_of(entry)
-        return self._value(*entry, size if most is None else min(most, size), allocate)
+        return None if entry is None else self.value(entry, most, allocate)
 
     def find(self, key: bytes) -> Found | None:
         return _found(self._leaf_of(key), key)
-
-    def value(self, found: Found, allocate: Allocator, waits: Callable[[], None]) -> memoryview:
-        return self._value(*found, _size_of(found), allocate, waits)
 
     def last(self, key: bytes, most: int) -> bytes | None:
         """Return the last `most` bytes of a value; None: no such key."""
@@ -141,14 +135,20 @@ class Tree:
         begins = self.page_of(leaf, at) * self.meta.page_size + _BIG_HEADER_BYTES
         return self._file.read(begins + size - length, length)
 
-    def _value(
-        self, leaf: Leaf, at: int, wanted: int, allocate: Allocator = aligned, waits: Callable[[], None] | None = None
+    def value(
+        self,
+        found: Found,
+        most: int | None = None,
+        allocate: Allocator = aligned,
+        waits: Callable[[], None] | None = None,
     ) -> memoryview:
+        leaf, at = found
         start, size, big = leaf.values[at]
+        length = size if most is None else min(most, size)
         if not big:
-            return memoryview(bytearray(leaf.data[start : start + wanted]))
+            return memoryview(bytearray(leaf.data[start : start + length]))
         page = self.page_of(leaf, at)
-        header, value = self._file.copy(page * self.meta.page_size, _BIG_HEADER_BYTES, wanted, allocate, waits)
+        header, value = self._file.copy(page * self.meta.page_size, _BIG_HEADER_BYTES, length, allocate, waits)
         self._check_big(page, header, size)
         return value
 
@@ -177,7 +177,7 @@ class Tree:
     def values(self, start: bytes) -> Iterator[tuple[bytes, memoryview]]:
         """Yield the keys with this prefix, in order, and private copies of their values: each page is read once."""
         for leaf, at in self._from(start):
-            yield leaf.keys[at], self._value(leaf, at, leaf.values[at][1])
+            yield leaf.keys[at], self.value((leaf, at))
 
     def _from(self, start: bytes) -> Iterator[Found]:
         root = self.meta.roots[1]
@@ -250,12 +250,11 @@ class Tree:
         last = 0
         for _, _, leaf in self.pages(0):
             for at, (_, size, _) in enumerate(leaf.values if isinstance(leaf, Leaf) else ()):
-                length = size if full else min(size, NUMBER.size)
                 freed = NUMBER.unpack(leaf.keys[at])[0] if len(leaf.keys[at]) == NUMBER.size else _NO_PAGE
                 if not last < freed <= self.meta.transaction:
                     raise DamagedError("the list of free pages is damaged")
                 last = freed
-                data = self._value(leaf, at, length)  # type: ignore[arg-type]
+                data = self.value((leaf, at), None if full else NUMBER.size)  # type: ignore[arg-type]
                 count = NUMBER.unpack_from(data)[0] if len(data) >= NUMBER.size else _NO_PAGE
                 if (count + 1) * NUMBER.size > size:
                     raise DamagedError("the list of free pages is damaged")
@@ -301,11 +300,6 @@ def _found(leaf: Leaf | None, key: bytes) -> Found | None:
     return (leaf, at) if at < len(leaf.keys) and leaf.keys[at] == key else None
 
 
-def _size_of(found: Found) -> int:
-    leaf, at = found
-    return leaf.values[at][1]
-
-
 def _child_at(node: Branch, key: bytes) -> int:
     return max(0, bisect_right(node.keys, key, 1) - 1)
 
@@ -339,16 +333,14 @@ def _holds_all(path: Path, meta: Meta, size: int) -> bool:
     with closing(DataFile(path)) as file:
         tree = Tree(file, meta)
         try:
-            return all(_fits(tree, node, size) for number in (_FREE, _DATA) for _, _, node in tree.pages(number))
+            return all(
+                tree.page_of(leaf, at) * meta.page_size + _BIG_HEADER_BYTES + leaf.values[at][1] <= size
+                for number in (_FREE, _DATA)
+                for *_, node in tree.pages(number)
+                for leaf, at in _large_values(node)
+            )
         except DamagedError:  # a page of the tree is outside the file, or cannot be read
             return False
-
-
-def _fits(tree: Tree, node: Branch | Leaf, size: int) -> bool:
-    return all(
-        tree.page_of(leaf, at) * tree.meta.page_size + _BIG_HEADER_BYTES + leaf.values[at][1] <= size
-        for leaf, at in _large_values(node)
-    )
 
 
 def _large_values(node: Branch | Leaf) -> list[Found]:

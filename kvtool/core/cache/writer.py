@@ -8,10 +8,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.cache import tables
-from kvtool.core.cache.access_log import combine_scores, latest, lrfu_scores, take_log
+from kvtool.core.cache.access_log import combine_scores, fold_uses, take_log
 from kvtool.core.cache.batch import BATCH_BYTES, Batch
-from kvtool.core.cache.collect import Referred, collect, compact, drop_unfinished
-from kvtool.core.cache.documents import Documents
+from kvtool.core.cache.collect import Documents, Referred, collect, compact, drop_unfinished
 from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry
 from kvtool.core.cache.identity import Origin
 from kvtool.core.cache.stretches import Place, StretchInfo, info_row, part_row
@@ -202,11 +201,10 @@ class Writer(Batch):
     def fold_access(self) -> None:
         self.store.flush()
         uses, aside = take_log(self.store.path)
-        before, scores = self.store.folded_uses(), self.store.folded_warmth()
-        newer = {chunk_id: when for chunk_id, when in latest(uses).items() if when > before.get(chunk_id, -1)}
-        warmer = {
-            chunk: round(combine_scores(scores.get(chunk, 0), score)) for chunk, score in lrfu_scores(uses).items()
-        }
+        before, scores = (self.store.times(table) for table in (tables.USED, tables.WARM))
+        newer = {chunk: when for chunk, when in fold_uses(uses, max).items() if when > before.get(chunk, -1)}
+        folded: dict[bytes, float] = fold_uses(uses, combine_scores)
+        warmer = {chunk: round(combine_scores(scores.get(chunk, 0), score)) for chunk, score in folded.items()}
         times = {tables.USED: newer, tables.WARM: warmer}
         rows = [(table, key, tables.seal_number(key, when)) for table, of in times.items() for key, when in of.items()]
         if rows:

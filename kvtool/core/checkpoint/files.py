@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import struct
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -20,7 +19,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from kvtool.core.common.files import cache_dir, make_folder
+from kvtool.core.common.files import cache_dir, make_folder, replace_file
 from kvtool.core.errors import KvtoolError, ModelError
 
 PACKAGED = "smollm2"
@@ -221,7 +220,7 @@ def read_origin(folder: Path) -> Origin:
 
 def note_origin(folder: Path, gguf: Path, version: int) -> None:
     origin = Origin(gguf.name, file_digest(gguf), version, _digests(folder))
-    _write_atomically(folder / SOURCE, json.dumps(asdict(origin)).encode())
+    replace_file(folder / SOURCE, json.dumps(asdict(origin)).encode())
 
 
 def gguf_contents(folder: Path, gguf: Path | None) -> dict[str, Any]:
@@ -303,21 +302,17 @@ def _sample(path: Path) -> str:
 
 
 def _remembered() -> dict[str, _Known]:
-    """Read the table on disk; a table that cannot be read counts as empty, and entries that cannot be are left out."""
+    """Read the table on disk; one that cannot be read counts as empty."""
     try:
         table = json.loads((cache_dir() / _TABLE).read_text(encoding="utf-8"))
-        return {path: known for path, entry in table.items() if (known := _parsed(entry))}
-    except (OSError, ValueError, RecursionError, AttributeError, KvtoolError):
+        return {
+            path: _Known(
+                tuple(map(int, entry["stamp"])), str(entry["digest"]), str(entry["sample"]), float(entry["checked"])
+            )
+            for path, entry in table.items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, KvtoolError):
         return {}
-
-
-def _parsed(entry: Any) -> _Known | None:
-    try:
-        return _Known(
-            tuple(map(int, entry["stamp"])), str(entry["digest"]), str(entry["sample"]), float(entry["checked"])
-        )
-    except (TypeError, KeyError, ValueError, OverflowError):
-        return None
 
 
 def _remember(path: str, entry: _Known) -> None:
@@ -330,17 +325,4 @@ def _remember(path: str, entry: _Known) -> None:
             table.pop(path, None)
             table[path] = entry
             newest = {path: asdict(known) for path, known in list(table.items())[-_REMEMBERED:]}
-            _write_atomically(file, json.dumps(newest).encode())
-
-
-def _write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file so that a reader sees the old bytes or the new ones, never a part."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.replace(name, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise
+            replace_file(file, json.dumps(newest).encode())

@@ -51,10 +51,7 @@ def fetched(name: str, *, offline: bool = False, once: Once = unnoticed) -> Path
             return folder
         except ModelError as error:
             why = f": {error.message}"
-    if offline or _offline_by_environment():
-        raise ModelError(
-            f"the model {name!r} is not on this machine, and kvtool is offline{why}", f"go online once, or {WAYS_OUT}"
-        )
+    _refuse_offline(name, offline, WAYS_OUT, why)
     _check_published(name, _ask(name))
     with once(DOWNLOAD):
         folder = _download(name, _WANTED, _SUBFOLDERS)
@@ -65,19 +62,19 @@ def fetched(name: str, *, offline: bool = False, once: Once = unnoticed) -> Path
 def snapshot(name: str, wanted: list[str], *, offline: bool = False) -> Path:
     if (folder := _cached(name, wanted)) is not None and (folder / "config.json").is_file():
         return folder
-    if offline or _offline_by_environment():
-        raise ModelError(
-            f"the model {name!r} is not on this machine, and kvtool is offline", "go online once, or name a folder"
-        )
+    _refuse_offline(name, offline, "name a folder")
     _ask(name)
     return _download(name, wanted)
 
 
-def _offline_by_environment() -> bool:
+def _refuse_offline(name: str, offline: bool, way_out: str, why: str = "") -> None:
     from huggingface_hub import constants
 
-    wishes = (os.environ.get(key, "").upper() for key in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
-    return bool(constants.HF_HUB_OFFLINE) or any(wish in _TRUE for wish in wishes)
+    values = [os.environ.get(key, "").upper() for key in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")]
+    if offline or constants.HF_HUB_OFFLINE or not _TRUE.isdisjoint(values):
+        raise ModelError(
+            f"the model {name!r} is not on this machine, and kvtool is offline{why}", f"go online once, or {way_out}"
+        )
 
 
 def _cached(name: str, wanted: list[str], ignored: list[str] | None = None) -> Path | None:

@@ -51,15 +51,6 @@ def gguf_model(gguf: Path, folder: Path, text: TextSubmodel, dtype: str, packed:
 
 def bfloat16_model(folder: Path, text: TextSubmodel) -> Any:
     """Build a float32 model whose bfloat16 matrices stay on disk, mapped; None: impossible."""
-    matrices = _bfloat16(folder, text)
-    if not matrices:
-        return None
-    model = empty_model(folder, text, torch.float32)
-    _replace(model, matrices)
-    return model.eval().requires_grad_(False) if _fill(model, folder, text) else None
-
-
-def _bfloat16(folder: Path, text: TextSubmodel) -> dict[str, QuantizedTensor]:
     matrices = {}
     for path in weight_files(folder):
         table = tensor_table(path)
@@ -67,7 +58,11 @@ def _bfloat16(folder: Path, text: TextSubmodel) -> dict[str, QuantizedTensor]:
             for name, entry in table.items():
                 if entry["dtype"] == "BF16" and len(entry["shape"]) == 2 and (own := text.own(name)) is not None:
                     matrices[own] = dense(file.get_tensor(name))
-    return matrices
+    if not matrices:
+        return None
+    model = empty_model(folder, text, torch.float32)
+    _replace(model, matrices)
+    return model.eval().requires_grad_(False) if _fill(model, folder, text) else None
 
 
 def empty_model(folder: Path, text: TextSubmodel, dtype: torch.dtype) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kvtool.core.codec.levels import LEVELS, Level
+from kvtool.core.codec.levels import LEVELS
 
 if TYPE_CHECKING:
     from kvtool.core.codec.base import Codec
@@ -19,11 +19,9 @@ def __getattr__(name: str) -> Any:
     """Import the codecs, and torch with them, only when they are used: `levels` is imported without torch."""
     if name != "CODECS":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    made = globals()["CODECS"] = {level.name: _codec_of(level) for level in LEVELS.values()}
-    return made
-
-
-def _codec_of(level: Level) -> Codec:
-    module, _, kind = level.codec.partition(":")
-    made: Codec = getattr(import_module(module, __name__), kind)(level.name)
-    return made
+    codecs = {}
+    for level in LEVELS.values():
+        module, _, kind = level.codec.partition(":")
+        codecs[level.name] = getattr(import_module(module, __name__), kind)(level.name)
+    globals()["CODECS"] = codecs
+    return codecs

@@ -160,3 +160,45 @@ def backend_for(dtype: torch.dtype, device: Device = None) -> Backend:
     if multiplies_bfloat16(best_isa()) and "amxbf16" not in cpu_features():
         return CpuBackend(pairs=True)
     return TorchBackend()
+
+
+def sides_of(
+    profile: Profile,
+    layers: Sequence[int],
+    level: str,
+    numbers: torch.Tensor,
+    records: Sequence[Sequence[Record]],
+    out: torch.Tensor,
+    backend: Backend,
+) -> None:
+    """Make sides `[layers, 2, tokens, groups, size]` of numbers `[layers, tokens, stride]` of one level.
+
+    At each layer the records' numbers follow one another.
+    """
+    backend.multiply(profile, layers, level, numbers, out)
+    for layer, some, sides in zip(layers, records, out, strict=True):
+        if any(len(record.escapes.places) for record in some):
+            _add_outside(profile, layer, level, some, sides)
+
+
+def _add_outside(profile: Profile, layer: int, level: str, records: Sequence[Record], out: torch.Tensor) -> None:
+    """Add to sides `[2, tokens, groups, size]` of some records, end to end, the escapes in columns that are not coded.
+
+    Few, so each is a row of the basis. They are large and cancel each other: summed up in float32.
+    """
+    layout, widths = profile.layout, np.asarray(profile.coded(level, layer).widths)
+    back, _ = profile.backward(layer, level, torch.float32, out.device)
+    first = 0
+    for record in records:
+        rows, columns = np.divmod(record.escapes.places.astype(np.int64), layout.stride)
+        group, within = np.divmod(columns, layout.padded)
+        outside = within >= widths[group]
+        for number in np.unique(group[outside]):
+            here = outside & (group == number)
+            side, part = divmod(int(number), layout.groups)
+            times = torch.from_numpy(record.escapes.placed[here].astype(np.float32))[:, None].to(out.device)
+            rows_here, which = (torch.from_numpy(some).to(out.device) for some in (rows[here], within[here]))
+            wide = out[side, first : first + record.tokens, part].float()
+            wide.index_add_(0, rows_here, back[side, part, which] * times)
+            out[side, first : first + record.tokens, part] = wide.to(out.dtype)
+        first += record.tokens

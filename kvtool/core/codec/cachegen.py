@@ -178,11 +178,7 @@ def _costs() -> npt.NDArray[np.float64]:
 def unpack(record: Record, shape: Shape, dtype: str) -> LayerKV:
     if record.transformed:
         raise DamagedError("a transformed record, which names no profile")
-    sides = _unpacked(record, channels_of([shape]))
-    return heads_of(torch.stack([torch.from_numpy(side).to(DTYPES[dtype]) for side in sides]), shape)
-
-
-def _unpacked(record: Record, channels: int) -> tuple[F32, F32]:
+    channels = channels_of([shape])
     tables, columns = shipped(), padded(channels)
     if record.columns != columns or record.base or len(record.side) != 2 * 4 * channels + 4 * columns:
         raise DamagedError("a compressed record that does not fit its channels")
@@ -203,10 +199,10 @@ def _unpacked(record: Record, channels: int) -> tuple[F32, F32]:
     if len(escaped) != len(record.escapes.marked):
         raise DamagedError("a compressed record whose escapes are not those of its streams")
     whole_rows.reshape(-1)[escaped] = record.escapes.marked
-    sides = list[F32]()
+    sides = list[torch.Tensor]()
     with np.errstate(over="ignore", invalid="ignore"):  # by a step that no encoder wrote
         for rows, anchor_rows, step, width in zip(parts[:2], parts[2:], record.steps, widths, strict=True):
             side = _spread(anchor_rows[:, :channels].astype(np.float32) * width, record.tokens)
             side[~marks] += rows[:, :channels].astype(np.float32) * np.float32(step)
-            sides.append(side)
-    return sides[0], sides[1]
+            sides.append(torch.from_numpy(side).to(DTYPES[dtype]))
+    return heads_of(torch.stack(sides), shape)

@@ -1,15 +1,30 @@
-"""Transform decoding: streams to a profile's whole numbers, and these to keys and values (inverse of encode.py)."""
+"""Transform coding by a fitted profile, levels `1` to `4`: small records with a stated loss (`kvtool help codec`).
+
+Decoding turns streams to the profile's whole numbers, and these to keys and values: the inverse of encode.py.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, compress
 
-import numpy as np
 import torch
 
-from kvtool.core.codec.backend import Backend, Streams, backend_for
-from kvtool.core.codec.base import DTYPES, Device, Encoded
+from kvtool.core.codec import cachegen
+from kvtool.core.codec.backend import Backend, Streams, backend_for, sides_of
+from kvtool.core.codec.base import (
+    DTYPES,
+    Codec,
+    Device,
+    Encoded,
+    LayerKV,
+    Payload,
+    Profiles,
+    channels_of,
+    heads_of,
+    no_profiles,
+)
+from kvtool.core.codec.encode import encode_nested
 from kvtool.core.codec.levels import NESTED, check_of
 from kvtool.core.codec.profile import SIDES, Profile
 from kvtool.core.codec.record import Record
@@ -105,43 +120,65 @@ def _base_of(record: Record, item: Encoded) -> Parsed:
     return base, item.base
 
 
-def sides_of(
-    profile: Profile,
-    layers: Sequence[int],
-    level: str,
-    numbers: torch.Tensor,
-    records: Sequence[Sequence[Record]],
-    out: torch.Tensor,
-    backend: Backend,
-) -> None:
-    """Make sides `[layers, 2, tokens, groups, size]` of numbers `[layers, tokens, stride]` of one level.
+class TransformCodec(Codec):
+    """A level of transform coding. Before a store has a profile its chunks are encoded by CacheGen's scheme."""
 
-    At each layer the records' numbers follow one another.
-    """
-    backend.multiply(profile, layers, level, numbers, out)
-    for layer, some, sides in zip(layers, records, out, strict=True):
-        if any(len(record.escapes.places) for record in some):
-            _add_outside(profile, layer, level, some, sides)
+    def __init__(self, level: str) -> None:
+        self.level = level
+        self._without_profile = cachegen.CacheGen(f"cachegen-{level}")
+
+    def encode_layers(self, kvs: Sequence[LayerKV], profile: Profile | None = None) -> Sequence[Sequence[Payload]]:
+        if profile is None:
+            return self._without_profile.encode_layers(kvs)
+        return encode_nested(profile, range(len(kvs)), kvs, [self.level])[self.level]
+
+    def decode(
+        self, items: Sequence[Encoded], layer: int = 0, profiles: Profiles = no_profiles, device: Device = None
+    ) -> list[LayerKV]:
+        """Decode several chunks at one layer to views; the CPU always decodes records without a profile. Raises
+        DamagedError."""
+        parsed = [(self._parsed(item), item) for item in items]
+        together: dict[tuple[bool, bytes, str], list[int]] = {}
+        for number, (record, item) in enumerate(parsed):
+            together.setdefault((record.transformed, record.profile, item.dtype), []).append(number)
+        out: dict[int, LayerKV] = {}
+        for (transformed, digest, _), numbers in together.items():
+            some = [parsed[number] for number in numbers]
+            made = (
+                self._transformed(profiles(digest), layer, some, device)
+                if transformed
+                else [cachegen.unpack(record, item.shape, item.dtype) for record, item in some]
+            )
+            out.update(zip(numbers, made, strict=True))
+        return [out[number] for number in range(len(items))]
+
+    def decode_layers(self, items: Sequence[Encoded], profiles: Profiles = no_profiles) -> list[LayerKV]:
+        parsed = [(self._parsed(item), item) for item in items]
+        alike = {(record.transformed, record.profile, item.dtype, item.shape[1]) for record, item in parsed}
+        if len(alike) != 1 or not parsed[0][0].transformed:
+            return super().decode_layers(items, profiles)
+        profile, layers = profiles(parsed[0][0].profile), range(len(items))
+        _check_fit(profile, layers, items)
+        sides = decode_layers(profile, layers, self.level, [[one] for one in parsed])
+        return [heads_of(own, item.shape) for own, item in zip(sides, items, strict=True)]
+
+    def stated_error(self, payload: Payload) -> tuple[float, float]:
+        return Record.parse(payload).errors
+
+    def _parsed(self, item: Encoded) -> Record:
+        record = Record.parse(item.payload)
+        if (record.level, record.tokens) != (NESTED.index(self.level) + 1, item.shape[1]):
+            raise DamagedError("a compressed record of another level or length")
+        return record
+
+    def _transformed(self, profile: Profile, layer: int, items: Sequence[Parsed], device: Device) -> list[LayerKV]:
+        _check_fit(profile, [layer], [item for _, item in items])
+        sides = decode_layers(profile, [layer], self.level, [items], device)[0]
+        each = sides.split_with_sizes([record.tokens for record, _ in items], 1)
+        return [heads_of(own, item.shape) for own, (_, item) in zip(each, items, strict=True)]
 
 
-def _add_outside(profile: Profile, layer: int, level: str, records: Sequence[Record], out: torch.Tensor) -> None:
-    """Add to sides `[2, tokens, groups, size]` of some records, end to end, the escapes in columns that are not coded.
-
-    Few, so each is a row of the basis. They are large and cancel each other: summed up in float32.
-    """
-    layout, widths = profile.layout, np.asarray(profile.coded(level, layer).widths)
-    back, _ = profile.backward(layer, level, torch.float32, out.device)
-    first = 0
-    for record in records:
-        rows, columns = np.divmod(record.escapes.places.astype(np.int64), layout.stride)
-        group, within = np.divmod(columns, layout.padded)
-        outside = within >= widths[group]
-        for number in np.unique(group[outside]):
-            here = outside & (group == number)
-            side, part = divmod(int(number), layout.groups)
-            times = torch.from_numpy(record.escapes.placed[here].astype(np.float32))[:, None].to(out.device)
-            rows_here, which = (torch.from_numpy(some).to(out.device) for some in (rows[here], within[here]))
-            wide = out[side, first : first + record.tokens, part].float()
-            wide.index_add_(0, rows_here, back[side, part, which] * times)
-            out[side, first : first + record.tokens, part] = wide.to(out.dtype)
-        first += record.tokens
+def _check_fit(profile: Profile, layers: Sequence[int], items: Sequence[Encoded]) -> None:
+    widest = channels_of([item.shape for item in items])
+    if widest > profile.layout.channels or not 0 <= min(layers) <= max(layers) < profile.layers:
+        raise DamagedError("a codec profile of another model")

@@ -11,9 +11,8 @@ import torch
 
 from kvtool.core import codec
 from kvtool.core.codec import transform_kernels
-from kvtool.core.codec.backend import CpuBackend
+from kvtool.core.codec.backend import CpuBackend, sides_of
 from kvtool.core.codec.base import LayerKV, Payload, wide_sides
-from kvtool.core.codec.decode import sides_of
 from kvtool.core.codec.levels import NESTED, check_of, coarser, level_of, nested
 from kvtool.core.codec.profile import SIDES, CodedColumns, Profile
 from kvtool.core.codec.rans import coder, kernels_ir

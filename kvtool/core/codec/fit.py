@@ -138,12 +138,6 @@ def _roots(sensitivity: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return root.float(), inverse.float()
 
 
-def _histograms(numbers: I16, values: I16) -> npt.NDArray[np.int64]:
-    width = numbers.shape[1]
-    first = np.arange(width, dtype=np.int64) * len(values) - int(values[0])
-    return np.bincount((numbers + first).reshape(-1), minlength=width * len(values)).reshape(width, -1)
-
-
 class _Counts:
     def __init__(self, layers: int, layout: Layout) -> None:
         self._layout = layout
@@ -155,8 +149,10 @@ class _Counts:
         at_once = max(1, _MOST_COUNTERS // len(values))
         for first in range(0, finest.shape[1], at_once):
             columns = slice(first, first + at_once)
-            found = _histograms(finest[:, columns], values)
-            numbers = values
+            part = finest[:, columns]
+            starts = np.arange(part.shape[1], dtype=np.int64) * len(values) - int(values[0])
+            counts = np.bincount((part + starts).reshape(-1), minlength=part.shape[1] * len(values))
+            found, numbers = counts.reshape(part.shape[1], -1), values
             for level in range(len(NESTED)):
                 self._count(level, layer, columns, found, numbers)
                 numbers = coarsened(numbers)

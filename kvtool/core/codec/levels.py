@@ -49,14 +49,12 @@ _WHOLE = (
     Level(RAW, ".lossless:Raw", lossless=True, verbatim=True, bits=16.0),
     Level("lossless", ".lossless:Lossless", lossless=True, bits=11.0),
     *(
-        Level(name, ".transform_codec:TransformCodec", nested=True, profiled=True, bits=bits)
+        Level(name, ".decode:TransformCodec", nested=True, profiled=True, bits=bits)
         for name, bits in zip(NESTED, _BITS, strict=True)
     ),
 )
-
-
-def _row_subset(level: Level, share: int) -> Level:
-    return Level(
+_SUBSETS = tuple(
+    Level(
         f"keep{share}-{level.name}",
         ".row_subset:RowSubset",
         profiled=level.profiled,
@@ -64,17 +62,15 @@ def _row_subset(level: Level, share: int) -> Level:
         inner=level.name,
         bits=level.bits * share / 100,
     )
-
-
+    for level in _WHOLE
+    for share in SHARES
+)
 _BASELINES = tuple(
     Level(f"cachegen-{name}", ".cachegen:CacheGen", baseline=True, bits=bits)
     for name, bits in zip(NESTED, _PAPERS_BITS, strict=True)
 )
 # The finest first: of those that lose nothing the largest, then by size.
-_LEVELS = sorted(
-    (*_WHOLE, *_BASELINES, *(_row_subset(level, share) for level in _WHOLE for share in SHARES)),
-    key=lambda level: (not level.lossless, -level.bits),
-)
+_LEVELS = sorted((*_WHOLE, *_BASELINES, *_SUBSETS), key=lambda level: (not level.lossless, -level.bits))
 LEVELS: Mapping[str, Level] = {level.name: level for level in _LEVELS}
 NAMES = "raw|lossless|1..4|keepNN-…|cachegen-1..4"  # of all
 WHOLE: Mapping[str, Level] = {level.name: level for level in _LEVELS if level.share == 100}  # with all rows

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import itertools
 import os
+import secrets
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import BinaryIO, Literal
 
 from kvtool.core.errors import UsageError
 
+TEMPORARY = ".tmp-"  # begins the names of files that are not complete
 # O_NONBLOCK: a FIFO may take the place of a file between the two checks, and must not block the open.
 _FLAGS = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_CLOEXEC", "O_NOCTTY", "O_BINARY"))
 
@@ -78,6 +80,20 @@ def new_file(path: Path) -> BinaryIO:
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     os.fchmod(handle, 0o600)
     return open(handle, "wb")
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Replace a file durably: a reader sees the old bytes or the new ones, never a part."""
+    temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        with new_file(temporary) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
 
 
 # ---- regular files, by paths that come from others: a store from elsewhere, a folder that changes ------------------

@@ -93,11 +93,15 @@ def _features(forced: str | None) -> frozenset[str]:
     if forced is not None:
         _check(forced.split())
         return _plain(forced.split())
-    with suppress(OSError):  # macOS has no such file, and its CPUs none of the features that matter here
-        text = _CPUINFO.read_text(encoding="utf-8", errors="replace")
-        lines = (line.partition(":")[2].split() for line in text.splitlines() if line.startswith(("flags", "Features")))
-        return _plain(next(lines, []))
-    return frozenset()
+    return _plain(_cpuinfo("flags", "Features").split())  # macOS has no such file, and no feature that matters here
+
+
+def _cpuinfo(*fields: str) -> str:
+    with suppress(OSError):
+        for line in _CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith(fields):
+                return line.partition(":")[2].strip()
+    return ""
 
 
 def _check(named: list[str]) -> None:
@@ -127,13 +131,8 @@ def sysctl(key: str) -> str:
 
 @functools.cache
 def cpu_name() -> str:
-    with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-        for key in ("model name", "Model", "Hardware"):  # the last two on ARM
-            named = next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), "")
-            if named:
-                return " ".join(named.split())
-    return sysctl("machdep.cpu.brand_string") or platform.processor() or platform.machine()
+    name = _cpuinfo("model name") or _cpuinfo("Model") or _cpuinfo("Hardware")  # the last two on ARM
+    return " ".join(name.split()) or sysctl("machdep.cpu.brand_string") or platform.processor() or platform.machine()
 
 
 def cores() -> int:

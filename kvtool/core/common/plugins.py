@@ -110,12 +110,9 @@ def _is_any_named() -> bool:
     for folder in sys.path:
         with suppress(OSError), os.scandir(folder or ".") as entries:
             for entry in entries:
-                if entry.name.endswith((".dist-info", ".egg-info")) and _names_kvtool(entry.path):
-                    return True
-    return False
-
-
-def _names_kvtool(package: str) -> bool:
-    with suppress(OSError), open(os.path.join(package, "entry_points.txt"), "rb") as file:
-        return b"[kvtool." in file.read()
+                if not entry.name.endswith((".dist-info", ".egg-info")):
+                    continue
+                with suppress(OSError), open(os.path.join(entry.path, "entry_points.txt"), "rb") as file:
+                    if b"[kvtool." in file.read():
+                        return True
     return False

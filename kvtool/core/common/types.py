@@ -23,25 +23,14 @@ def _nothing(*_: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """Callbacks of a running job; by default they do nothing.
+    """Callbacks of a running job; by default they do nothing."""
 
-    Attributes
-    ----------
-    step : (label, total, unit): a part of the job begins, of so many units; the part before it is over.
-    expect : (total): so many units are expected of this part by now; it may be an estimate.
-    advance : (count): so many more units of this part are done, whole or not.
-    status : (text): a part of the work that has no count.
-    say : (text, hint): something that the user should know beforehand, as how long it takes.
-    failed, skipped : (path, reason).
-    took : (path, what, chunks): a file's documents were `added`, `changed` or `removed`.
-    """
-
-    step: Callable[[str, int, str], None] = _nothing
-    expect: Callable[[float], None] = _nothing
-    advance: Callable[[float], None] = _nothing
-    status: Callable[[str], None] = _nothing
-    say: Callable[[str, str], None] = _nothing
+    step: Callable[[str, int, str], None] = _nothing  # label, total, unit: the part before it is over
+    expect: Callable[[float], None] = _nothing  # total units of this part; it may be an estimate
+    advance: Callable[[float], None] = _nothing  # more units of this part that are done, whole or not
+    status: Callable[[str], None] = _nothing  # a part of the work that has no count
+    say: Callable[[str, str], None] = _nothing  # text, hint: what the user should know beforehand
     warn: Warn = warn_nobody
-    failed: Callable[[str, str], None] = _nothing
-    skipped: Callable[[str, str], None] = _nothing
-    took: Callable[[str, str, int], None] = _nothing
+    failed: Callable[[str, str], None] = _nothing  # path, reason
+    skipped: Callable[[str, str], None] = _nothing  # path, reason
+    took: Callable[[str, str, int], None] = _nothing  # path, `added`, `changed` or `removed`, chunks of its documents

@@ -54,7 +54,8 @@ def for_people(url: str) -> str:
     kind, mark, rest = url.partition("://")
     if not mark or not SCHEME.fullmatch(kind):
         return url if not is_url(url) and "@" not in url else f"{kind}:{HIDDEN}" if kind in KINDS else HIDDEN
-    if _names_a_path(kind) and rest.startswith("/"):
+    known = KINDS.get(kind.lower(), Kind(""))
+    if known.is_path and rest.startswith("/"):
         return url
     host, tail = re.fullmatch(r"([^/?#]*)(.*)", rest, re.DOTALL).groups()  # type: ignore[union-attr]
     if "@" in tail:  # perhaps a part of a password
@@ -62,13 +63,8 @@ def for_people(url: str) -> str:
     _, at, host = host.rpartition("@")
     path, _, query = tail.partition("?")
     shown = (f"{HIDDEN}@" if at else "") + (host if is_host(host) else HIDDEN)
-    has_folder = kind.lower() in KINDS and KINDS[kind.lower()].has_folder
-    shown += path if re.fullmatch(_FOLDER if has_folder else r"(/\d*)?", path) else f"/{HIDDEN}"
+    shown += path if re.fullmatch(_FOLDER if known.has_folder else r"(/\d*)?", path) else f"/{HIDDEN}"
     return f"{kind}://{shown}" + (f"?{_query_for_people(query)}" if query else "")
-
-
-def _names_a_path(kind: str) -> bool:
-    return kind.lower() in KINDS and KINDS[kind.lower()].is_path
 
 
 def is_host(text: str) -> bool:
@@ -117,7 +113,7 @@ def _scrub(match: re.Match[str]) -> str:
 
 def place_of(url: str) -> str:
     """Return the part of a URL that distinguishes shared stores: it holds no secret, so it may name a folder."""
-    if _names_a_path(url.partition("://")[0]):
+    if KINDS.get(url.partition("://")[0].lower(), Kind("")).is_path:
         return url
     rest = url.rpartition("@")[2]
     start, _, query = rest.partition("?")

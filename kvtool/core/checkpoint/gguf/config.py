@@ -54,7 +54,9 @@ def model_config(gguf: Path, header: GgufHeader, outline: Path) -> Any:
     stated = _gemma4(header) if header.architecture == _GEMMA4 else _stated(header, kind)
     config = kind(**{"pad_token_id": None, "dtype": "bfloat16"} | read | stated)
     restore_rope(gguf, header, config)
-    _restore_attention_scale(header, config)
+    # No file states the scale of scores of Gemma's models of 27 billion weights: llama.cpp, too, counts their layers.
+    if header.value("block_count") == _OWN_SCALE.get(header.architecture, 0):
+        config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
     return config
 
 
@@ -122,13 +124,6 @@ def _gemma4(header: GgufHeader) -> dict[str, Any]:
         "final_logit_softcapping": header.value("final_logit_softcapping"),
         **(experts if header.value("expert_count") else {}),
     }
-
-
-def _restore_attention_scale(header: GgufHeader, config: Any) -> None:
-    """Restore the scale of scores of Gemma's models of 27 billion weights: no file states it, and llama.cpp recognises
-    these models by their number of layers."""
-    if header.value("block_count") == _OWN_SCALE.get(header.architecture, 0):
-        config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
 
 
 POSITIONS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")

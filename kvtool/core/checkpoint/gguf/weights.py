@@ -29,13 +29,12 @@ from transformers.modeling_gguf_pytorch_utils import (
 )
 
 from kvtool.core.checkpoint.gguf.config import GPT_OSS, POSITIONS
+from kvtool.core.checkpoint.gguf.dense import Numbers, kind_of, numbers_of, quantized
 from kvtool.core.checkpoint.gguf.header import GgufHeader, TensorInfo
-from kvtool.core.checkpoint.gguf.tensors import kind_of, numbers_of, quantized
 from kvtool.core.errors import ModelError
 from kvtool.core.kernels.linear.qtensor import READERS, QuantizedTensor, take_rows
 from kvtool.core.kernels.linear.quantized import unpacked
 
-Numbers = np.ndarray[Any, Any]
 _ROUTERS = {".ffn_gate_inp.scale": ".router.scale", ".ffn_down_exps.scale": ".router.per_expert_scale"}  # of Gemma 4
 _SHARED = re.compile(r"^blk\.(\d+)\.attn_(k|v|k_norm|v_norm)\.weight$")
 _PREDICTION = "mtp."  # begins the names of a block that `transformers` has no module for

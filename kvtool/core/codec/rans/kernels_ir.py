@@ -120,8 +120,14 @@ class Decode:
 
             carried = steps.close(position, escapes, *states)
             _, position, escapes, *states = rows.close(row.skip(job.stride), *carried)
-            _finish(job, position, escapes, states)
-        return module(k, constants="" if isa is AVX512 else permutations("expand", _expansions()))
+            job.escapes.store(escapes)
+            wrong = states[0].like(0)
+            for state in states:
+                wrong = wrong | (state ^ LEAST_STATE)
+            job.read.store(any_bits(wrong).ne(0).select(position ^ -1, position))
+        # For every mask of eight lanes each lane's word: the number of lower lanes in the mask.
+        expansions = [[(mask & ((1 << lane) - 1)).bit_count() for lane in range(8)] for mask in range(256)]
+        return module(k, constants="" if isa is AVX512 else permutations("expand", expansions))
 
 
 def _entries_by_memory(table: Value, indices: Value, memory: Value) -> Value:
@@ -160,19 +166,6 @@ def _expanded(words: Value, mask: Value, bits: Value) -> Value:
     # From a register: the instruction that expands from memory is slow on Zen 4.
     zeros = loaded.like(0)
     return mask.k.call("llvm.x86.avx512.mask.expand.v16i16", loaded.type, loaded, zeros, mask).to("i32")
-
-
-def _expansions() -> list[list[int]]:
-    """For every mask of eight lanes each lane's word: the number of lower lanes in the mask."""
-    return [[(mask & ((1 << lane) - 1)).bit_count() for lane in range(8)] for mask in range(256)]
-
-
-def _finish(job: Fields, position: Value, escapes: Value, states: Sequence[Value]) -> None:
-    job.escapes.store(escapes)
-    wrong = states[0].like(0)
-    for state in states:
-        wrong = wrong | (state ^ LEAST_STATE)
-    job.read.store(any_bits(wrong).ne(0).select(position ^ -1, position))
 
 
 def _write(entries: Sequence[Value], coarse: Sequence[Value], parts: Sequence[Value]) -> None:
@@ -237,7 +230,9 @@ class Encode:
             job.missing.store(missing)
             for lane, state in zip(range(0, LANES, width), states, strict=True):
                 job.states.store(state, lane)
-        return module(k, constants="" if isa is AVX512 else permutations("compress", _compressions()))
+        lanes = [[lane for lane in range(8) if mask >> lane & 1] for mask in range(256)]
+        compressions = [row + [0] * (8 - len(row)) for row in lanes]
+        return module(k, constants="" if isa is AVX512 else permutations("compress", compressions))
 
 
 def _backwards(pointer: Value, index: Value, width: int) -> Value:
@@ -282,11 +277,6 @@ def _compressed(state: Value, mask: Value, bits: Value) -> Value:
     return mask.k.call("llvm.x86.avx512.mask.compress.v16i16", low.type, low, low.like(0), mask)
 
 
-def _compressions() -> list[list[int]]:
-    lanes = [[lane for lane in range(8) if mask >> lane & 1] for mask in range(256)]
-    return [row + [0] * (8 - len(row)) for row in lanes]
-
-
 def symbols_module(isa: Isa) -> str:
     k = FunctionBuilder("run", isa, JOBS)
     with SYMBOLS.each(k) as job:
@@ -295,7 +285,7 @@ def symbols_module(isa: Isa) -> str:
         blocks = k.loop(job.blocks, *carried)
         symbols, escapes = blocks.values
 
-        begin, column = row.at(_column(job, blocks.index)), blocks.index << 5
+        begin, column = row.at(job.places.load(blocks.index).to("i64")), blocks.index << 5
         numbers = begin.load(0, BLOCK)
         low, many = (pointer.load(column, BLOCK) for pointer in (job.low, job.many))
         escape = (numbers - low) >= many  # both ends at once: unsigned, a number below the least is huge
@@ -308,10 +298,6 @@ def symbols_module(isa: Isa) -> str:
     return module(k)
 
 
-def _column(job: Fields, block: Value) -> Value:
-    return job.places.load(block).to("i64")
-
-
 def finer_module(isa: Isa) -> str:
     k = FunctionBuilder("run", isa, JOBS)
     with FINER.each(k) as job:
@@ -319,7 +305,7 @@ def finer_module(isa: Isa) -> str:
         row, at = rows.values
         blocks = k.loop(job.blocks, at)
         (at,) = blocks.values
-        place = _column(job, blocks.index)
+        place = job.places.load(blocks.index).to("i64")
         fine, coarse = (pointer.skip(row).load(place, BLOCK) for pointer in (job.numbers, job.coarse))
         negative = coarse.compare("slt", 0)
         rest, size = (negative.select(-value, value) for value in (fine - coarse * 3, coarse))
