@@ -16,7 +16,6 @@ from kvtool.core.checkpoint.files import ModelFiles, read_config, tensor_table, 
 from kvtool.core.checkpoint.hub import model_fingerprint
 from kvtool.core.checkpoint.support import check_extent, check_laid_out, check_supported
 from kvtool.core.checkpoint.text_submodel import TextSubmodel, text_config, text_submodel
-from kvtool.core.checkpoint.tokenizer import read_tokenizer
 from kvtool.core.common.collecting import paused_collection, quiet
 from kvtool.core.common.machine import INT8, Arithmetic, is_out_of_memory, product_dtype
 from kvtool.core.errors import KvtoolError, ModelError, UsageError
@@ -145,6 +144,8 @@ def _stored_dtype(files: ModelFiles) -> str:
 
 def load_tokenizer(files: ModelFiles) -> Any:
     """Load the model's fast tokenizer; torch is not imported where the folder has a tokenizer.json."""
+    from kvtool.core.checkpoint.tokenizer import read_tokenizer
+
     with _explained(files):
         if (plain := read_tokenizer(files.folder)) is not None:
             return _unbounded(plain)

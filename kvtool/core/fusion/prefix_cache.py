@@ -29,7 +29,8 @@ from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.shift import Shifted
 from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.model.prompt_cache import BufferLayer, has_state, is_recurrent
+from kvtool.core.model.prompt_cache import BufferLayer
+from kvtool.core.model.recurrent import has_state, is_recurrent
 from kvtool.core.records.encode import check_float16_range
 
 if TYPE_CHECKING:

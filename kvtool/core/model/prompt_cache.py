@@ -5,14 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
 from kvtool.core.model.kinds import KVShape
-
-if TYPE_CHECKING:
-    from kvtool.core.model.hf.states import StateCache, StateLayer
 
 _STEP = 1024  # rows: adjacent buffers come in so few sizes
 
@@ -120,11 +116,3 @@ class PromptCache:
         finally:
             for buffer in self.buffers:
                 buffer.length = before
-
-
-def is_recurrent(cache: PromptCache | None) -> TypeGuard[StateCache]:
-    return cache is not None and cache.is_recurrent
-
-
-def has_state(layer: Any) -> TypeGuard[StateLayer]:
-    return hasattr(layer, "states")

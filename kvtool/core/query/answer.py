@@ -19,7 +19,7 @@ from kvtool.core.fusion.selectors import AUTO, WEIGHED, selector_for
 from kvtool.core.model.constraint import Constraint
 from kvtool.core.model.decode.native import prepare_compiled_model
 from kvtool.core.model.generate import Generated, Sampling, first_token, generate, stop_ids
-from kvtool.core.model.prompt_cache import is_recurrent
+from kvtool.core.model.recurrent import is_recurrent
 from kvtool.core.query.auto import Choice, choose
 from kvtool.core.query.cite import cite
 from kvtool.core.query.explain import explain, explain_attention

@@ -6,7 +6,7 @@ import hashlib
 from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -21,9 +21,7 @@ from kvtool.core.model.passes import Pass
 from kvtool.core.model.spec import UnsupportedArchitecture, check_trial
 from kvtool.core.native.isa import isa_here
 
-if TYPE_CHECKING:
-    from kvtool.core.model.decoder import Decoder
-
+Decoder: TypeAlias = Any  # of `decoder.py`, which imports this module
 _TOKENS = 8
 _PACKAGES = ("kvtool", "torch", "transformers")
 
@@ -47,12 +45,10 @@ def why_not_served(decoder: Decoder) -> str:
 
 
 def _why_not(decoder: Decoder) -> str:
-    from kvtool.core.model.decoder import Decoder
-
     if isinstance(decoder.passes, HfForward):
         return decoder.passes.why
     with quiet():
-        reference = Decoder(replace(decoder.loaded, model=_with_weights_of(decoder)))
+        reference = type(decoder)(replace(decoder.loaded, model=_with_weights_of(decoder)))
         try:
             check_forward(decoder, decoder.passes, reference)
         except UnsupportedArchitecture as error:
