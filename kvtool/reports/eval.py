@@ -14,8 +14,8 @@ from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import Options, option
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import read_batch
-from kvtool.reports.evaluation_page import evaluation_sections, evidence, read_at, with_interval
-from kvtool.reports.page import Section, Table
+from kvtool.reports.evaluation_tables import evidence, read_at, runs_table, with_interval
+from kvtool.reports.page import Shown, Table
 from kvtool.reports.report import (
     NO_CONTEXT,
     QUESTIONS,
@@ -25,7 +25,6 @@ from kvtool.reports.report import (
     ReportContext,
     ReportResult,
     ResumeOptions,
-    Shown,
 )
 
 if TYPE_CHECKING:
@@ -112,15 +111,12 @@ def _measure(context: ReportContext, path: Path) -> ReportResult:
     value["synthetic"] = sum(bool(requests[at].generator) for at in rows)
     if flags.holdout:
         value["holdout"] = holdout(rows, flags.max_kl)
-    words = [*_words(value)]
-    shown: list[Shown] = [_table(value), f"{counted(value['questions'], 'question')}, {read_at(value)}", *words]
+    shown: list[Shown] = [_table(value), f"{counted(value['questions'], 'question')}, {read_at(value)}", *_words(value)]
+    details: list[Shown] = [runs_table(value), *evidence(value)]
     if flags.no_context or flags.holdout:
-        for section in evidence(value):
-            shown += [*section.tables, *section.text]
-    sections = [Section("Which mode", tuple(words))]
-    sections += evaluation_sections(value, f"{identity.model}, {path.name}")
+        shown, details = [*shown, *details[1:]], details[:1]
     exit_code = EXIT_DONE if not failed else EXIT_PARTIAL if rows else EXIT_FAILED
-    return ReportResult("Evaluation", value, shown, sections, path.name, exit_code)
+    return ReportResult(f"Evaluation, {path.name}", value, shown, details, exit_code)
 
 
 def _table(value: Mapping[str, Any]) -> Table:

@@ -182,7 +182,7 @@ def test_chosen_on_one_half(store: Path, batch: Path, results: Path, tmp_path: P
     done = evaluate(store, batch, "--resume", results, "--holdout", "--html", html).fine()
     assert "nearest" in done.out
     assert "at most 0.05 nats" in done.out
-    assert "Chosen on one half" in html.read_text(encoding="utf-8")
+    assert "chosen on one half" in html.read_text(encoding="utf-8")
     found = evaluate(store, batch, "--resume", results, "--holdout", "--max-kl", "99", "--json").fine().json["holdout"]
     by_rule = {rule["rule"]: rule for rule in found["rules"]}
     assert (by_rule["cheapest"]["run"], found["max_kl"]) == ("reuse", 99)

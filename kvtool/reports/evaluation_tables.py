@@ -1,17 +1,13 @@
-"""Page of `kvtool eval`: figure of the modes by how much they recompute, tables of runs and of their comparison."""
+"""Tables of `kvtool eval`: runs, their comparison question by question, and the choice of one on half the questions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvtool.core.common.sizes import counted
 from kvtool.core.fusion.selectors import REFERENCE
-from kvtool.reports.charts import Line, Panel, line_charts
-from kvtool.reports.page import Section, Table
-from kvtool.reports.report import (
-    NO_CONTEXT,
-)
+from kvtool.reports.page import Shown, Table
+from kvtool.reports.report import NO_CONTEXT
 
 _AGREEMENT = ("top1_agrees", "answer_equal")
 
@@ -20,65 +16,14 @@ def read_at(value: Mapping[str, Any]) -> str:
     return f"chunks read at level {', '.join(value['levels'])}" if value["levels"] else "no chunk read"
 
 
-def evaluation_sections(value: Mapping[str, Any], about: str) -> Iterator[Section]:
-    text = (
-        "KL: how far a run's distributions are from full recompute's, in nats, before the first token and mean over "
-        "the full answer; in brackets the 95 % interval over questions. Pareto: no other run recomputes less and is "
-        "nearer to full."
-    )
-    yield Section("Distance against recompute", (text,), _figures(value, about))
-    yield Section("All runs", tables=(_runs_table(value),))
-    yield from evidence(value)
-
-
-def evidence(value: Mapping[str, Any]) -> Iterator[Section]:
+def evidence(value: Mapping[str, Any]) -> Iterator[Shown]:
     if len(value["runs"]) > 1:
-        yield Section("Question by question", (_paired_text(value),), tables=(paired_table(value),))
+        yield from (_paired_table(value), _paired_text(value))
     if value.get("holdout"):
-        yield Section(
-            "Chosen on one half", (_holdout_text(value["holdout"]),), tables=(_holdout_table(value["holdout"]),)
-        )
+        yield from (_holdout_table(value["holdout"]), _holdout_text(value["holdout"]))
 
 
-# ---- the figure ----
-
-
-def _figures(value: Mapping[str, Any], about: str) -> tuple[str, ...]:
-    found = {row["run"]: row for row in value["runs"]}
-    runs = [row for name, row in found.items() if name not in (REFERENCE, NO_CONTEXT)]
-    if not runs:
-        return ()
-    levels = ((REFERENCE, "full"), (NO_CONTEXT, "no context"))
-    scores = tuple((label, found[run]["f1"]) for run, label in levels if "f1" in found.get(run, {}))
-    panels = [
-        Panel(title, tuple(_by_variant(runs, name)), levels=across)
-        for title, name, across in (("KL of the answer, nats", "kl_answer", ()), ("F1", "f1", scores))
-        if any(name in row for row in runs)
-    ]
-    note = f"with 95 % intervals over {counted(value['questions'], 'question')}; hollow: a variant of the mode"
-    title = f"Modes by how much they recompute: {about}"
-    return (line_charts(title, panels, "% of the cached tokens recomputed", note, "linear"),)
-
-
-def _by_variant(runs: Sequence[Mapping[str, Any]], name: str) -> Iterator[Line]:
-    """Yield the points of each mode and variant; shares are rounded, so that equal ratios have one place."""
-    found: dict[str, dict[float, Mapping[str, Any]]] = {}
-    for row in runs:
-        if name in row:
-            found.setdefault(row["run"].partition(":")[0], {})[round(100 * row["recomputed_share"])] = row
-    for variant, of_share in found.items():
-        mode, *changes = variant.split("+")
-        rows = sorted(of_share.items())
-        points = tuple((share, row[name]) for share, row in rows)
-        bounds = tuple(tuple(row["intervals"][name] or (row[name],) * 2) for _, row in rows)
-        label = ", ".join([mode, *(f"no {change[:-3]}" if change.endswith("=no") else change for change in changes)])
-        yield Line(label, points, bounds, mode if changes else "")
-
-
-# ---- tables ----
-
-
-def _runs_table(value: Mapping[str, Any]) -> Table:
+def runs_table(value: Mapping[str, Any]) -> Table:
     head = (
         *("run", "n", "F1", "of full", "contains", "KL first", "KL answer", "same first", "same answer"),
         *("recomputed", "TTFT ms", "speedup", "Pareto"),
@@ -96,7 +41,7 @@ def _runs_table(value: Mapping[str, Any]) -> Table:
         )
         for row in value["runs"]
     )
-    return Table(head, tuple(rows))
+    return Table(head, tuple(rows), "all runs")
 
 
 def _percent(row: Mapping[str, Any], name: str) -> str:
@@ -112,7 +57,7 @@ def with_interval(row: Mapping[str, Any], name: str, sign: str = "") -> str:
     return f"{row[name]:{sign}.3f} [{low:{sign}.3f}, {high:{sign}.3f}]"
 
 
-def paired_table(value: Mapping[str, Any]) -> Table:
+def _paired_table(value: Mapping[str, Any]) -> Table:
     runs = [row for row in value["runs"] if row["run"] != REFERENCE]
     base = value["kl_base"]
     numbers = (
@@ -127,7 +72,8 @@ def paired_table(value: Mapping[str, Any]) -> Table:
     ]
     known = [(head, cells) for head, cells in columns if set(cells) - {"-"}]
     names = [row["run"] for row in runs]
-    return Table(("run", *(head for head, _ in known)), tuple(zip(names, *(cells for _, cells in known), strict=True)))
+    rows = zip(names, *(cells for _, cells in known), strict=True)
+    return Table(("run", *(head for head, _ in known)), tuple(rows), "question by question")
 
 
 def _scores(some: Mapping[str, Any] | None) -> str:
@@ -164,7 +110,7 @@ def _holdout_table(chosen: Mapping[str, Any]) -> Table:
             )
             for half, row in (("first, chosen on", rule["selection"]), ("second", rule["held_out"]))
         ]
-    return Table(head, tuple(rows))
+    return Table(head, tuple(rows), "chosen on one half")
 
 
 def _holdout_text(chosen: Mapping[str, Any]) -> str:
