@@ -14,7 +14,7 @@ from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import Options, option
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import read_batch
-from kvtool.reports.evaluation_tables import evidence, read_at, runs_table, with_interval
+from kvtool.reports.evaluation_tables import SHORT, evidence, read_at, runs_table, with_interval
 from kvtool.reports.page import Shown, Table
 from kvtool.reports.report import (
     NO_CONTEXT,
@@ -111,26 +111,13 @@ def _measure(context: ReportContext, path: Path) -> ReportResult:
     value["synthetic"] = sum(bool(requests[at].generator) for at in rows)
     if flags.holdout:
         value["holdout"] = holdout(rows, flags.max_kl)
-    shown: list[Shown] = [_table(value), f"{counted(value['questions'], 'question')}, {read_at(value)}", *_words(value)]
+    about = f"{counted(value['questions'], 'question')}, {read_at(value)}"
+    shown: list[Shown] = [runs_table(value, SHORT), about, *_words(value)]
     details: list[Shown] = [runs_table(value), *evidence(value)]
     if flags.no_context or flags.holdout:
         shown, details = [*shown, *details[1:]], details[:1]
     exit_code = EXIT_DONE if not failed else EXIT_PARTIAL if rows else EXIT_FAILED
     return ReportResult(f"Evaluation, {path.name}", value, shown, details, exit_code)
-
-
-def _table(value: Mapping[str, Any]) -> Table:
-    rows = (
-        (
-            row["run"],
-            *(with_interval(row, name) for name in ("f1", "contains", "kl_answer")),
-            f"{row['recomputed_share']:.0%}",
-            f"{row['ttft_ms_median']:.0f}",
-            f"{row['speedup']:.2f}x",
-        )
-        for row in value["runs"]
-    )
-    return Table(("mode", "F1", "contains", "KL answer", "recomputed", "TTFT ms", "sooner"), tuple(rows))
 
 
 def _words(value: Mapping[str, Any]) -> Iterator[str]:

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from kvtool.core.fusion.selectors import REFERENCE
 from kvtool.reports.page import Shown, Table
 from kvtool.reports.report import NO_CONTEXT
 
-_AGREEMENT = ("top1_agrees", "answer_equal")
+_ESTIMATES = {
+    **{"F1": "f1", "of full": "f1_ratio", "contains": "contains", "KL first": "kl_first", "KL answer": "kl_answer"},
+    **{"F1 - full": "f1_difference", "contains - full": "contains_difference"},
+    **{"PGR of F1": "pgr_f1", "PGR of contains": "pgr_contains"},
+}
+_NUMBERS = {
+    **{"recomputed": ("recomputed_share", ".1%"), "TTFT ms": ("ttft_ms_median", ".0f"), "speedup": ("speedup", ".2f")},
+    **{"same first": ("top1_agrees", ".1%"), "same answer": ("answer_equal", ".1%")},
+}
+SHORT = ("run", "F1", "contains", "KL answer", "recomputed", "TTFT ms", "speedup")
+_RUNS = (
+    *("run", "n", "F1", "of full", "contains", "KL first", "KL answer", "same first", "same answer"),
+    *("recomputed", "TTFT ms", "speedup", "Pareto"),
+)
+_RIGHT, _WRONG = ("full right: n, F1, contains", "full wrong: n, F1, contains")
+_HALVES = (
+    *("rule", "run", "half", "n", "recomputed", "KL answer", "KL first", "F1 - full", "contains - full"),
+    *("same first", "same answer"),
+)
 
 
 def read_at(value: Mapping[str, Any]) -> str:
@@ -18,106 +36,70 @@ def read_at(value: Mapping[str, Any]) -> str:
 
 def evidence(value: Mapping[str, Any]) -> Iterator[Shown]:
     if len(value["runs"]) > 1:
-        yield from (_paired_table(value), _paired_text(value))
+        yield _paired_table(value)
+        yield f"Paired by question, {value['resamples']:,} resamples; `kvtool help concepts` explains the columns"
     if value.get("holdout"):
         yield from (_holdout_table(value["holdout"]), _holdout_text(value["holdout"]))
 
 
-def runs_table(value: Mapping[str, Any]) -> Table:
-    head = (
-        *("run", "n", "F1", "of full", "contains", "KL first", "KL answer", "same first", "same answer"),
-        *("recomputed", "TTFT ms", "speedup", "Pareto"),
-    )
-    rows = (
-        (
-            row["run"],
-            row["count"],
-            *(with_interval(row, name) for name in ("f1", "f1_ratio", "contains", "kl_first", "kl_answer")),
-            *(_percent(row, name) for name in _AGREEMENT),
-            "-" if row["run"] == NO_CONTEXT else _percent(row, "recomputed_share"),
-            f"{row['ttft_ms_median']:.0f}",
-            f"{row['speedup']:.2f}x",
-            "*" if row["pareto"] else "",
-        )
-        for row in value["runs"]
-    )
-    return Table(head, tuple(rows), "all runs")
-
-
-def _percent(row: Mapping[str, Any], name: str) -> str:
-    return f"{row[name]:.1%}" if name in row else "-"
-
-
-def with_interval(row: Mapping[str, Any], name: str, sign: str = "") -> str:
+def with_interval(row: Mapping[str, Any], name: str) -> str:
     if row.get(name) is None:
         return "-"
+    sign = "+" if name.endswith("_difference") else ""
     if row["intervals"][name] is None:
         return f"{row[name]:{sign}.3f} (n = 1)"
     low, high = row["intervals"][name]
     return f"{row[name]:{sign}.3f} [{low:{sign}.3f}, {high:{sign}.3f}]"
 
 
-def _paired_table(value: Mapping[str, Any]) -> Table:
-    runs = [row for row in value["runs"] if row["run"] != REFERENCE]
-    base = value["kl_base"]
-    numbers = (
-        *(("F1 - full", "f1_difference", "+"), ("contains - full", "contains_difference", "+")),
-        *(("PGR of F1", "pgr_f1", ""), ("PGR of contains", "pgr_contains", "")),
-        *((f"KL answer - {base}", "kl_answer_difference", "+"), (f"KL first - {base}", "kl_first_difference", "+")),
-    )
-    columns = [(head, [with_interval(row, name, sign) for row in runs]) for head, name, sign in numbers]
-    columns += [
-        (f"full {which}: n, F1, contains", [_scores(row.get(f"full_{which}")) for row in runs])
-        for which in ("right", "wrong")
-    ]
-    known = [(head, cells) for head, cells in columns if set(cells) - {"-"}]
-    names = [row["run"] for row in runs]
-    rows = zip(names, *(cells for _, cells in known), strict=True)
-    return Table(("run", *(head for head, _ in known)), tuple(rows), "question by question")
+def runs_table(value: Mapping[str, Any], head: tuple[str, ...] = _RUNS) -> Table:
+    return _table(head, map(_cells, value["runs"]))
 
 
-def _scores(some: Mapping[str, Any] | None) -> str:
-    if not some:
+def _table(head: tuple[str, ...], rows: Iterable[Mapping[str, str]], title: str = "") -> Table:
+    return Table(head, tuple(tuple(cells.get(name, "-") for name in head) for cells in rows), title)
+
+
+def _cells(row: Mapping[str, Any]) -> dict[str, str]:
+    """Make the cells of all tables that show a run, by their heads."""
+    cells = {head: with_interval(row, name) for head, name in _ESTIMATES.items()}
+    cells |= {head: f"{row[name]:{form}}" for head, (name, form) in _NUMBERS.items() if name in row}
+    cells |= {_RIGHT: _scores(row.get("full_right")), _WRONG: _scores(row.get("full_wrong"))}
+    if row.get("run") == NO_CONTEXT:
+        del cells["recomputed"]
+    return cells | {"run": row.get("run", ""), "n": str(row["count"]), "Pareto": "*" if row.get("pareto") else ""}
+
+
+def _scores(scores: Mapping[str, Any] | None) -> str:
+    if not scores:
         return "-"
-    return ", ".join([str(some["count"]), *(f"{some[name]:.3f}" for name in ("f1", "contains") if name in some)])
+    return ", ".join([str(scores["count"]), *(f"{scores[name]:.3f}" for name in ("f1", "contains") if name in scores)])
 
 
-def _paired_text(value: Mapping[str, Any]) -> str:
-    return (
-        f"Paired by question, {value['resamples']:,} resamples. PGR: the share of the gap between no context and full "
-        "that a run recovers (KVShareArena, arXiv 2609.10266), for which --no-context is needed; a dash: the gap is "
-        "not above 0 in 95 % of the resamples. Full right, full wrong: the questions that full prefill's answer "
-        "contains a gold answer to, and the others (BoxOffice, arXiv 2609.31415): n, F1, contains."
-    )
+def _paired_table(value: Mapping[str, Any]) -> Table:
+    distances = {f"KL {of} - {value['kl_base']}": f"kl_{of}_difference" for of in ("answer", "first")}
+    rows = [
+        _cells(row) | {head: with_interval(row, name) for head, name in distances.items()}
+        for row in value["runs"]
+        if row["run"] != REFERENCE
+    ]
+    names = ("F1 - full", "contains - full", "PGR of F1", "PGR of contains", *distances, _RIGHT, _WRONG)
+    known = [name for name in names if any(cells[name] != "-" for cells in rows)]
+    return _table(("run", *known), rows, "question by question")
 
 
 def _holdout_table(chosen: Mapping[str, Any]) -> Table:
-    head = (
-        *("rule", "run", "half", "n", "recomputed", "KL answer", "KL first", "F1 - full", "contains - full"),
-        *("same first", "same answer"),
-    )
-    rows: list[tuple[object, ...]] = []
+    rows: list[dict[str, str]] = []
     for rule in chosen["rules"]:
-        if rule["run"] is None:
-            rows.append((rule["rule"], "none does", *("-",) * (len(head) - 2)))
-            continue
-        rows += [
-            (
-                *(rule["rule"], rule["run"], half, row["count"], _percent(row, "recomputed_share")),
-                *(with_interval(row, name) for name in ("kl_answer", "kl_first")),
-                *(with_interval(row, name, "+") for name in ("f1_difference", "contains_difference")),
-                *(_percent(row, name) for name in _AGREEMENT),
-            )
-            for half, row in (("first, chosen on", rule["selection"]), ("second", rule["held_out"]))
-        ]
-    return Table(head, tuple(rows), "chosen on one half")
+        names = {"rule": rule["rule"], "run": rule["run"] or "none does"}
+        halves = {"first, chosen on": rule["selection"], "second": rule["held_out"]}
+        rows += [_cells(row) | names | {"half": half} for half, row in halves.items() if row] or [names]
+    return _table(_HALVES, rows, "chosen on one half")
 
 
 def _holdout_text(chosen: Mapping[str, Any]) -> str:
-    left_out = f" Not weighed, since some questions lack them: {', '.join(chosen['excluded'])}."
+    left_out = f"; not weighed, since some questions lack them: {', '.join(chosen['excluded'])}"
     return (
-        "Chosen on the first half of the questions in the file's order. nearest: the lowest mean KL of the answer "
-        f"among the runs that recompute at most {chosen['max_recomputed']:.0%} of the cached tokens, in whole "
-        "percents. cheapest: the least recompute among the runs whose KL of the answer is at most "
-        f"{chosen['max_kl']:g} nats by the upper end of its 95 % interval." + (left_out if chosen["excluded"] else "")
+        f"nearest: at most {chosen['max_recomputed']:.0%} recomputed; cheapest: KL of the answer at most "
+        f"{chosen['max_kl']:g} nats" + (left_out if chosen["excluded"] else "")
     )
