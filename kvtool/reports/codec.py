@@ -13,14 +13,7 @@ from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import Options, option
 from kvtool.core.query.options import QueryOptions
 from kvtool.reports.page import Shown, Table, sparkline
-from kvtool.reports.report import (
-    RETRIEVAL,
-    BatchOptions,
-    Report,
-    ReportContext,
-    ReportResult,
-    ResumeOptions,
-)
+from kvtool.reports.report import RETRIEVAL, BatchOptions, Report, ReportContext, ReportResult, ResumeOptions
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +56,7 @@ def codec(context: ReportContext) -> ReportResult:
     answer_open(asked, list(wanted), journal, context.events, lambda: codec_rows(session, wanted, options), strict=True)
     resolved = {"model": identity.model, "device": session.decoder.device, "dtype": session.model.arithmetic.dtype}
     value = {"resolved": resolved} | codec_overview(journal.rows, list(wanted))
-    return ReportResult("Codec levels", value, [*_summary(value)], [_layers(value)])
+    return ReportResult("Codec levels", value, [*_summary(value)])
 
 
 # ---- measurement ----
@@ -165,16 +158,6 @@ def _table(value: Mapping[str, Any]) -> Table:
         for row in value["schemes"]
     )
     return Table(head, tuple(rows))
-
-
-def _layers(value: Mapping[str, Any]) -> Table:
-    names = ("bits_per_element", "k_relative_error", "v_relative_error")
-    rows = (
-        (row["scheme"], layer["layer"], *(f"{layer[name]:.3f}" for name in names))
-        for row in value["schemes"]
-        for layer in row["layers"]
-    )
-    return Table(("scheme", "layer", "bits/element", "error of keys", "error of values"), tuple(rows))
 
 
 REPORT = Report(

@@ -56,9 +56,7 @@ class ReportContext:
 
     def question(self, report: str) -> Request:
         if self.about is None:
-            raise UsageError(
-                f"inspect {report} needs a question", f'kvtool inspect {report} "Who founded the observatory?"'
-            )
+            raise UsageError(f"inspect {report} needs a question", f'kvtool inspect {report} "Who founded it?"')
         choice = self.get(ChunkChoice)
         return Request(self.about, choice.chunks, choice.documents)
 
