@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect as signatures
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import typer
@@ -17,7 +18,8 @@ from kvtool.core.cache.options import StoreOptions
 from kvtool.core.errors import KvtoolError
 from kvtool.core.remote.options import RemoteOptions
 from kvtool.reports import OTHER_NAMES, REPORTS, load_report
-from kvtool.reports.report import PageOptions, Quote, Report, ReportContext, ReportResult, Shown
+from kvtool.reports.page import Quote, Shown, page
+from kvtool.reports.report import PageOptions, Report, ReportContext, ReportResult
 
 _EVERY = (PageOptions, StoreOptions, RemoteOptions)  # what every report takes
 
@@ -82,11 +84,11 @@ def report_app(report: Report) -> typer.Typer:
 
 
 def show(run: Run, report: Report, about: str | None = None) -> int | None:
-    page = run.get(PageOptions)  # refused before anything is computed
+    html = run.get(PageOptions).html  # refused before anything is computed
     with open_any_store(run) as store, JobView(run.out) as view:
         result = report.find(ReportContext(store, run.resolved, view.events, about))
-        if page.wanted:
-            _write(run, page, result)
+        if html is not None:
+            _write(run, html, result)
     run.out.result(result.value, human=lambda: _show(run, result.summary))
     return result.exit_code or None
 
@@ -101,19 +103,9 @@ def _show(run: Run, summary: Sequence[Shown]) -> None:
             run.out.table(part.head, part.rows, part.title)
 
 
-def _write(run: Run, options: PageOptions, result: ReportResult) -> None:
-    from kvtool.reports.page import figure_files, page
-
-    title, sections = result.title, result.page_sections
-    files = []
-    if options.html is not None:
-        shown = f"{title}, {result.subtitle}" if result.subtitle else title
-        files.append((options.html, page(shown, result.facts, sections)))
-    if options.figures is not None:
-        files += [(options.figures / name, figure) for name, figure in figure_files(title, sections)]
-    for path, text in files:
-        try:
-            path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise KvtoolError(f"{str(path)!r} cannot be written: {error.strerror}") from error
-        run.out.status(f"written: {path}")
+def _write(run: Run, path: Path, result: ReportResult) -> None:
+    try:
+        path.write_text(page(result.title, result.value, [*result.summary, *result.details]), encoding="utf-8")
+    except OSError as error:
+        raise KvtoolError(f"{str(path)!r} cannot be written: {error.strerror}") from error
+    run.out.status(f"written: {path}")

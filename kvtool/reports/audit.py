@@ -12,8 +12,8 @@ from kvtool.core.common.sizes import counted
 from kvtool.core.errors import KvtoolError
 from kvtool.core.evaluate.audits import Audit, kept_audits
 from kvtool.core.evaluate.measures import DISTANCES, means
-from kvtool.reports.page import Section, Table
-from kvtool.reports.report import Report, ReportContext, ReportResult, Shown
+from kvtool.reports.page import Shown, Table
+from kvtool.reports.report import Report, ReportContext, ReportResult
 
 _SPREAD = ("median", "p90", "p99", "max")
 _HEAD = (
@@ -34,12 +34,7 @@ def audit(context: ReportContext) -> ReportResult:
             '`kvtool query "…" --audit 1` audits one, KVTOOL_AUDIT=0.01 one of a hundred questions',
         )
     value = {"resolved": {"model": identity.model, "fingerprint": identity.fingerprint}} | audit_overview(audits)
-    text = (
-        "Each of these answers was held against full prefill of the same prompt after it had been given. KL: how far "
-        "its distributions are from full prefill's, in nats, before the first token and mean over the full answer."
-    )
-    section = Section("Distribution", (text, _when(value)), tables=(_table(value),))
-    return ReportResult("Audit", value, [*_summary(value)], [section])
+    return ReportResult("Audit", value, [*_summary(value)])
 
 
 def audit_overview(audits: Sequence[Audit]) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from kvtool.core.common.json_text import level_rows
 from kvtool.core.common.marks import Place, as_named_here
 from kvtool.core.errors import UsageError
 from kvtool.core.model.options import ModelOptions
-from kvtool.reports.page import HeatMap, Passage, Section, Table
-from kvtool.reports.report import Quote, Report, ReportContext, ReportResult, Shown
+from kvtool.reports.page import Quote, Shown, Table
+from kvtool.reports.report import Report, ReportContext, ReportResult
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
@@ -30,9 +30,7 @@ def chunk(context: ReportContext) -> ReportResult:
     else:
         named, *more = (passage.chunk_id for passage in Places(context.store).of_chunks(context.about))
     value = chunk_facts(context.store, named) | {"other_chunks": [other.hex() for other in more]}
-    return ReportResult(
-        "Chunk", value, [*_summary(value)], _sections(context, value), shown_elsewhere=frozenset({"text"})
-    )
+    return ReportResult("Chunk", value, [*_summary(value)], _tokens(context, value))
 
 
 def chunk_facts(store: Store, chunk: bytes) -> dict[str, Any]:
@@ -84,20 +82,14 @@ def _where(place: Mapping[str, Any]) -> str:
     return f"{cited}, characters {place['start']} to {place['end']}"
 
 
-def _sections(context: ReportContext, value: Mapping[str, Any]) -> Iterator[Section]:
+def _tokens(context: ReportContext, value: Mapping[str, Any]) -> Iterator[Table]:
     from kvtool.core.model.tokens import whole_characters
 
-    info = context.store.chunk_info(bytes.fromhex(value["id"]))
-    ids = info.token_ids if info is not None else ()
-    weights = value["sensitivity"] or [0.0] * len(ids)
-    pieces = whole_characters(context.session.tokenizer, ids)
-    shaded = [(text, max(weights[start:stop])) for start, stop, text in pieces]
-    text = "Shaded by how far each token's values depend on the text before the chunk (`union` ranks by it)."
-    first = next(map(_where, value["places"]), "")
-    yield Section("Text", (text,), heat=HeatMap("sensitivity", (Passage(first, tuple(shaded)),)))
-    levels = Table(("level", "bytes"), tuple((row["level"], row["bytes"]) for row in value["levels"]))
-    places = tuple((place["source"], place["start"], place["end"]) for place in value["places"])
-    yield Section("Stored", tables=(levels, Table(("document", "from", "to"), places)))
+    info, weights = context.store.chunk_info(bytes.fromhex(value["id"])), value["sensitivity"]
+    if info is not None and weights:
+        pieces = whole_characters(context.session.tokenizer, info.token_ids)
+        rows = ((text, f"{max(weights[start:stop]):.3g}") for start, stop, text in pieces)
+        yield Table(("token", "sensitivity"), tuple(rows), "how far a token's values depend on text before the chunk")
 
 
 REPORT = Report(

@@ -12,17 +12,8 @@ from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import Options, option
 from kvtool.core.query.options import QueryOptions
-from kvtool.reports.charts import Line, Panel, line_charts, series, sparkline
-from kvtool.reports.page import Section, Table
-from kvtool.reports.report import (
-    RETRIEVAL,
-    BatchOptions,
-    Report,
-    ReportContext,
-    ReportResult,
-    ResumeOptions,
-    Shown,
-)
+from kvtool.reports.page import Shown, Table, sparkline
+from kvtool.reports.report import RETRIEVAL, BatchOptions, Report, ReportContext, ReportResult, ResumeOptions
 
 if TYPE_CHECKING:
     import torch
@@ -38,8 +29,6 @@ if TYPE_CHECKING:
     from kvtool.reports.evaluation import RowsOf
 
 _SCALE_BYTES = 2
-_MOST_LINES = 6  # of a panel
-_FINEST = ("int8", "int4", "anchor-1", "mean-2", "1", "2", "3", "4")  # the lines of a panel that fits no others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +56,7 @@ def codec(context: ReportContext) -> ReportResult:
     answer_open(asked, list(wanted), journal, context.events, lambda: codec_rows(session, wanted, options), strict=True)
     resolved = {"model": identity.model, "device": session.decoder.device, "dtype": session.model.arithmetic.dtype}
     value = {"resolved": resolved} | codec_overview(journal.rows, list(wanted))
-    return ReportResult("Codec levels", value, [*_summary(value)], codec_sections(value))
+    return ReportResult("Codec levels", value, [*_summary(value)])
 
 
 # ---- measurement ----
@@ -169,36 +158,6 @@ def _table(value: Mapping[str, Any]) -> Table:
         for row in value["schemes"]
     )
     return Table(head, tuple(rows))
-
-
-def codec_sections(value: Mapping[str, Any]) -> Iterator[Section]:
-    schemes = value["schemes"]
-    panel = Panel("KL of the answer, nats", _losses(schemes), logarithmic=True)
-    chart = line_charts("What fewer bits lose", [panel], "bits per element", axis="logarithmic")
-    text = "Each scheme's records in place of the exact ones, all else equal: how far the answers' distributions move."
-    yield Section("Levels", (text,), (chart,) if len(schemes) > 1 else (), (_table(value),))
-    shown = schemes if len(schemes) <= _MOST_LINES else [row for row in schemes if row["scheme"] in _FINEST]
-    panels = [
-        Panel(title, tuple(series(row["scheme"], row["layers"], "layer", name) for row in shown))
-        for title, name in (
-            ("bits per element", "bits_per_element"),
-            ("error of keys, relative", "k_relative_error"),
-            ("error of values, relative", "v_relative_error"),
-        )
-    ]
-    text = "Error: the norm of what a layer's decoded keys or values are off by, over the norm of the exact ones."
-    yield Section("By layer", (text,), (line_charts("Bits and errors by layer", panels, "layer"),))
-
-
-def _losses(schemes: Sequence[Mapping[str, Any]]) -> tuple[Line, ...]:
-    kinds: dict[str, list[tuple[float, float]]] = {}
-    for row in schemes:
-        level = level_of(row["scheme"])
-        kind = row["scheme"].rstrip("-0123456789") or "levels"
-        if level.share != 100:
-            kind = f"{level.share} % of rows" if level.profiled else f"rows, {level.inner}"
-        kinds.setdefault(kind, []).append((float(f"{row['bits_per_element']:.3g}"), max(row["kl_answer"], 1e-6)))
-    return tuple(Line(kind, tuple(sorted(points))) for kind, points in kinds.items())
 
 
 REPORT = Report(

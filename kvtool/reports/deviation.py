@@ -7,19 +7,16 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvtool.core.codec.levels import lossy
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import ChunkChoice, QueryOptions
-from kvtool.reports.charts import Axis, Line, Panel, line_charts, series, sparkline
-from kvtool.reports.page import HeatMap, Passage, Section, Table
-from kvtool.reports.report import RETRIEVAL, BatchOptions, Report, ReportContext, ReportResult, Shown
+from kvtool.reports.page import Shown, Table, sparkline
+from kvtool.reports.report import RETRIEVAL, BatchOptions, Report, ReportContext, ReportResult
 
 if TYPE_CHECKING:
     from kvtool.core.query.prompt import PromptLayout
 
 _CHOICES = {"hkvd": "highest deviation", "random": "at random", "first": "first of each chunk"}
-_SHIFT = {"k_before": "keys", "k_after": "keys, shifted", "v_before": "values", "v_after": "values, shifted"}
-_RELATIVE = "‖Δ‖ / ‖full‖"
+_SHIFT = ("k_before", "k_after", "v_before", "v_after")
 
 
 def deviation(context: ReportContext) -> ReportResult:
@@ -40,7 +37,7 @@ def deviation(context: ReportContext) -> ReportResult:
         reports.append(report)
         context.events.advance(1)
     value = prompts.facts | {"prompts": len(reports)} | mean_of(reports) | {"chunks": chunks}
-    return ReportResult("KV deviation", value, [*_summary(value, prompts.read_at)], _sections(value), prompts.read_at)
+    return ReportResult("KV deviation", value, [*_summary(value, prompts.read_at)], _tokens(chunks))
 
 
 def _chunks(asked: PromptLayout, worth: Sequence[float], tokenizer: Any) -> Iterator[dict[str, Any]]:
@@ -72,7 +69,7 @@ def mean_of(values: Sequence[Any]) -> Any:
     return int(mean) if all(isinstance(value, int) for value in values) and mean == int(mean) else mean
 
 
-# ---- on a terminal ----
+# ---- for people ----
 
 
 def _summary(value: Mapping[str, Any], read_at: str) -> Iterator[Shown]:
@@ -105,99 +102,14 @@ def _row(layer: Mapping[str, Any]) -> tuple[object, ...]:
     )
 
 
-# ---- on a page ----
-
-
-def _sections(value: Mapping[str, Any]) -> Iterator[Section]:
-    yield _by_layer(value["layers"], value["level"])
-    yield _concentration(value["layers"])
-    yield _neighbours(value["layers"])
-    yield _attention(value["attention"])
-    yield _shift(value["shift"])
-    if value["chunks"]:
-        yield _tokens(value["chunks"])
-
-
-def _chart(title: str, panel: str, lines: Sequence[Line], x: str = "layer", axis: Axis = "even") -> tuple[str]:
-    return (line_charts(title, [Panel(panel, tuple(lines))], x, axis=axis),)
-
-
-def _by_layer(layers: Sequence[Mapping[str, Any]], level: str) -> Section:
-    lines = [series(name, layers, "layer", key) for name, key in (("keys", "k_relative"), ("values", "v_relative"))]
-    text = (
-        "How far the reused keys and values of the chunks' tokens are from those of a full prefill of the same "
-        "prompt, layer by layer. "
+def _tokens(chunks: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
+    rows = (
+        (chunk["source"], chunk["start"], piece["text"], f"{piece['deviation']:.3g}")
+        for chunk in chunks
+        for piece in chunk["pieces"]
     )
-    if lossy([level]):
-        text += f"They are read at level {level}: what it rounds away is part of the deviation, at every layer."
-    else:
-        text += "The first layer's depend only on the token, so they do not deviate."
-    return Section("By layer", (text,), _chart("Deviation of reused KV from full prefill's", _RELATIVE, lines))
-
-
-def _concentration(layers: Sequence[Mapping[str, Any]]) -> Section:
-    deviating = [row for row in layers if row["v_sse"] > 0] or list(layers)
-    chosen = {row["layer"]: row for row in (deviating[0], deviating[len(deviating) // 2], deviating[-1])}
-    lines = [
-        Line(f"layer {layer}", tuple((100 * float(share), part) for share, part in row["top_share"].items()))
-        for layer, row in chosen.items()
-    ]
-    text = (
-        "CacheBlend's first insight: few tokens hold most of the deviation. If it were spread evenly, the top 15 % of "
-        "the tokens would hold 15 % of it."
-    )
-    panel = "share of the squared V deviation"
-    return Section(
-        "Concentration", (text,), _chart("Concentration", panel, lines, "top % of the tokens", axis="linear")
-    )
-
-
-def _neighbours(layers: Sequence[Mapping[str, Any]]) -> Section:
-    known = [row for row in layers if row["spearman_next"] is not None]
-    text = (
-        "CacheBlend's second insight: tokens that deviate much at one layer do at the next. Spearman's rank "
-        "correlation of the tokens' V deviation, each layer with the one after it; 1 is the same order."
-    )
-    lines = [series("V", known, "layer", "spearman_next")]
-    chart = _chart("Rank correlation with the next layer", "Spearman", lines) if known else ()
-    return Section("From layer to layer", (text,), chart)
-
-
-def _attention(rows: Sequence[Mapping[str, Any]]) -> Section:
-    percent = [{**row, "percent": 100 * row["ratio"]} for row in rows]
-    lines = [
-        series(_CHOICES[choice], [row for row in percent if row["choice"] == choice], "percent", "deviation")
-        for choice in dict.fromkeys(row["choice"] for row in rows)
-    ]
-    text = (
-        "How far the question's attention over the fused cache is from that over the full one, mean over layers, "
-        "when so many of the reused tokens are recomputed: those that deviate most, random ones, the first of each "
-        "chunk."
-    )
-    chart = _chart("Attention deviation", "‖A − A full‖ / ‖A full‖", lines, "% of the tokens recomputed", "linear")
-    return Section("Attention against recompute", (text,), chart)
-
-
-def _shift(shift: Mapping[str, Any]) -> Section:
-    lines = [series(name, shift["layers"], "layer", key) for key, name in _SHIFT.items()]
-    text = (
-        f"`union` recomputes {shift['ratio']:.0%} of the tokens and moves the others by what these changed by, chunk "
-        f"by chunk. Of the recomputed tokens' change in values their chunk has {shift['common']:.0%} in common."
-    )
-    return Section("Shifted reuse", (text,), _chart("Deviation of the rows that stay reused", _RELATIVE, lines))
-
-
-def _tokens(chunks: Sequence[Mapping[str, Any]]) -> Section:
-    passages = tuple(
-        Passage(
-            f"{number}: {chunk['source']}, characters {chunk['start']} to {chunk['end']}",
-            tuple((piece["text"], piece["deviation"]) for piece in chunk["pieces"]),
-        )
-        for number, chunk in enumerate(chunks, 1)
-    )
-    text = "The reused chunks in the prompt's order. A token is shaded by its squared V deviation, mean over layers."
-    heat = HeatMap("V deviation of a token, as a multiple of the mean token's", passages)
-    return Section("Tokens", (text,), heat=heat)
+    title = "squared V deviation of each token of the first prompt, as a multiple of the mean token's"
+    yield Table(("source", "chunk from", "token", "deviation"), tuple(rows), title)
 
 
 REPORT = Report(

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.common.sizes import counted
 from kvtool.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_PARTIAL, UsageError
+from kvtool.core.fusion.selectors import REFERENCE
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import Options, option
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import read_batch
-from kvtool.reports.evaluation_page import evaluation_sections, evidence, read_at, with_interval
-from kvtool.reports.page import Section, Table
+from kvtool.reports.page import Shown, Table
 from kvtool.reports.report import (
     NO_CONTEXT,
     QUESTIONS,
@@ -25,7 +25,6 @@ from kvtool.reports.report import (
     ReportContext,
     ReportResult,
     ResumeOptions,
-    Shown,
 )
 
 if TYPE_CHECKING:
@@ -38,6 +37,25 @@ _FEWER = (
 )
 _ASKED = (*RETRIEVAL, "level")
 _FEW = 20  # questions, below which the bootstrap's intervals are known to be too narrow
+_ESTIMATES = {
+    **{"F1": "f1", "of full": "f1_ratio", "contains": "contains", "KL first": "kl_first", "KL answer": "kl_answer"},
+    **{"F1 - full": "f1_difference", "contains - full": "contains_difference"},
+    **{"PGR of F1": "pgr_f1", "PGR of contains": "pgr_contains"},
+}
+_NUMBERS = {
+    **{"recomputed": ("recomputed_share", ".1%"), "TTFT ms": ("ttft_ms_median", ".0f"), "speedup": ("speedup", ".2f")},
+    **{"same first": ("top1_agrees", ".1%"), "same answer": ("answer_equal", ".1%")},
+}
+_SHORT = ("run", "F1", "contains", "KL answer", "recomputed", "TTFT ms", "speedup")
+_RUNS = (
+    *("run", "n", "F1", "of full", "contains", "KL first", "KL answer", "same first", "same answer"),
+    *("recomputed", "TTFT ms", "speedup", "Pareto"),
+)
+_RIGHT, _WRONG = ("full right: n, F1, contains", "full wrong: n, F1, contains")
+_HALVES = (
+    *("rule", "run", "half", "n", "recomputed", "KL answer", "KL first", "F1 - full", "contains - full"),
+    *("same first", "same answer"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,36 +130,21 @@ def _measure(context: ReportContext, path: Path) -> ReportResult:
     value["synthetic"] = sum(bool(requests[at].generator) for at in rows)
     if flags.holdout:
         value["holdout"] = holdout(rows, flags.max_kl)
-    words = [*_words(value)]
-    shown: list[Shown] = [_table(value), f"{counted(value['questions'], 'question')}, {read_at(value)}", *words]
+    levels = f"chunks read at level {', '.join(value['levels'])}" if value["levels"] else "no chunk read"
+    about = f"{counted(value['questions'], 'question')}, {levels}"
+    shown: list[Shown] = [_runs_table(value, _SHORT), about, *_words(value)]
+    details: list[Shown] = [_runs_table(value), *_evidence(value)]
     if flags.no_context or flags.holdout:
-        for section in evidence(value):
-            shown += [*section.tables, *section.text]
-    sections = [Section("Which mode", tuple(words))]
-    sections += evaluation_sections(value, f"{identity.model}, {path.name}")
+        shown, details = [*shown, *details[1:]], details[:1]
     exit_code = EXIT_DONE if not failed else EXIT_PARTIAL if rows else EXIT_FAILED
-    return ReportResult("Evaluation", value, shown, sections, path.name, exit_code)
-
-
-def _table(value: Mapping[str, Any]) -> Table:
-    rows = (
-        (
-            row["run"],
-            *(with_interval(row, name) for name in ("f1", "contains", "kl_answer")),
-            f"{row['recomputed_share']:.0%}",
-            f"{row['ttft_ms_median']:.0f}",
-            f"{row['speedup']:.2f}x",
-        )
-        for row in value["runs"]
-    )
-    return Table(("mode", "F1", "contains", "KL answer", "recomputed", "TTFT ms", "sooner"), tuple(rows))
+    return ReportResult(f"Evaluation, {path.name}", value, shown, details, exit_code)
 
 
 def _words(value: Mapping[str, Any]) -> Iterator[str]:
     found = value.get("retrieval")
     if found:
         yield (
-            f"retrieval: {with_interval(found, 'recall')} of the expected sources were found, for "
+            f"retrieval: {_with_interval(found, 'recall')} of the expected sources were found, for "
             f"{counted(found['count'], 'question')}; {found['complete']:.0%} of them have all of theirs, and the mean "
             f"reciprocal rank is {found['reciprocal_rank']:.2f}"
         )
@@ -169,6 +172,80 @@ def _advice(best: Mapping[str, Any], max_kl: float) -> str:
     if best["within_limit"]:
         return f"take {best['run']}: it recomputes the least of the modes for which {near}"
     return f"no mode is so near to full prefill that {near}; the nearest is {best['run']} (--max-kl accepts more)"
+
+
+# ---- tables ----
+
+
+def _evidence(value: Mapping[str, Any]) -> Iterator[Shown]:
+    if len(value["runs"]) > 1:
+        yield _paired_table(value)
+        yield f"Paired by question, {value['resamples']:,} resamples; `kvtool help concepts` explains the columns"
+    if value.get("holdout"):
+        yield from (_holdout_table(value["holdout"]), _holdout_text(value["holdout"]))
+
+
+def _with_interval(row: Mapping[str, Any], name: str) -> str:
+    if row.get(name) is None:
+        return "-"
+    sign = "+" if name.endswith("_difference") else ""
+    if row["intervals"][name] is None:
+        return f"{row[name]:{sign}.3f} (n = 1)"
+    low, high = row["intervals"][name]
+    return f"{row[name]:{sign}.3f} [{low:{sign}.3f}, {high:{sign}.3f}]"
+
+
+def _runs_table(value: Mapping[str, Any], head: tuple[str, ...] = _RUNS) -> Table:
+    return _table(head, map(_cells, value["runs"]))
+
+
+def _table(head: tuple[str, ...], rows: Iterable[Mapping[str, str]], title: str = "") -> Table:
+    return Table(head, tuple(tuple(cells.get(name, "-") for name in head) for cells in rows), title)
+
+
+def _cells(row: Mapping[str, Any]) -> dict[str, str]:
+    """Make the cells of all tables that show a run, by their heads."""
+    cells = {head: _with_interval(row, name) for head, name in _ESTIMATES.items()}
+    cells |= {head: f"{row[name]:{form}}" for head, (name, form) in _NUMBERS.items() if name in row}
+    cells |= {_RIGHT: _scores(row.get("full_right")), _WRONG: _scores(row.get("full_wrong"))}
+    if row.get("run") == NO_CONTEXT:
+        del cells["recomputed"]
+    return cells | {"run": row.get("run", ""), "n": str(row["count"]), "Pareto": "*" if row.get("pareto") else ""}
+
+
+def _scores(scores: Mapping[str, Any] | None) -> str:
+    if not scores:
+        return "-"
+    return ", ".join([str(scores["count"]), *(f"{scores[name]:.3f}" for name in ("f1", "contains") if name in scores)])
+
+
+def _paired_table(value: Mapping[str, Any]) -> Table:
+    distances = {f"KL {of} - {value['kl_base']}": f"kl_{of}_difference" for of in ("answer", "first")}
+    rows = [
+        _cells(row) | {head: _with_interval(row, name) for head, name in distances.items()}
+        for row in value["runs"]
+        if row["run"] != REFERENCE
+    ]
+    names = ("F1 - full", "contains - full", "PGR of F1", "PGR of contains", *distances, _RIGHT, _WRONG)
+    known = [name for name in names if any(cells[name] != "-" for cells in rows)]
+    return _table(("run", *known), rows, "question by question")
+
+
+def _holdout_table(chosen: Mapping[str, Any]) -> Table:
+    rows: list[dict[str, str]] = []
+    for rule in chosen["rules"]:
+        names = {"rule": rule["rule"], "run": rule["run"] or "none does"}
+        halves = {"first, chosen on": rule["selection"], "second": rule["held_out"]}
+        rows += [_cells(row) | names | {"half": half} for half, row in halves.items() if row] or [names]
+    return _table(_HALVES, rows, "chosen on one half")
+
+
+def _holdout_text(chosen: Mapping[str, Any]) -> str:
+    left_out = f"; not weighed, since some questions lack them: {', '.join(chosen['excluded'])}"
+    return (
+        f"nearest: at most {chosen['max_recomputed']:.0%} recomputed; cheapest: KL of the answer at most "
+        f"{chosen['max_kl']:g} nats" + (left_out if chosen["excluded"] else "")
+    )
 
 
 # ---- making ----

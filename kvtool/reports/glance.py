@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.core.common.json_text import level_rows
 from kvtool.core.common.sizes import counted, shown_size
-from kvtool.reports.page import Section, Table
-from kvtool.reports.report import Report, ReportContext, ReportResult, Shown
+from kvtool.reports.page import Shown
+from kvtool.reports.report import Report, ReportContext, ReportResult
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
@@ -39,7 +39,7 @@ def glance(context: ReportContext) -> ReportResult:
         "gate": None if verdict is None else verdict.to_json(),
         "usage": served._asdict() | {"hit_rate": served.hit_rate},
     }
-    return ReportResult("Store", value, [*_summary(value)], _sections(value))
+    return ReportResult("Store", value, [*_summary(value)])
 
 
 def computed_by(store: Store, identity: StoreIdentity) -> list[dict[str, Any]]:
@@ -88,25 +88,6 @@ def _summary(value: Mapping[str, Any]) -> Iterator[Shown]:
         yield f"served   {questions}; found {served['hit_rate']:.1%} of {counted(asked, 'chunk')}"
     budget = "" if value["budget"] is None else f" of a budget of {shown_size(value['budget'])}"
     yield f"disk     {shown_size(value['folder_bytes'])} used{budget}; {shown_size(value['disk_free'])} free"
-
-
-def _sections(value: Mapping[str, Any]) -> Iterator[Section]:
-    levels = [
-        (
-            row["level"],
-            row["chunks"],
-            row["tokens"],
-            row["bytes"],
-            f"{row['kl_answer']:.4f}" if "kl_answer" in row else "",
-        )
-        for row in value["levels"]
-    ]
-    head = ("level", "chunks", "tokens", "bytes", "nats a token lost at most")
-    yield Section("Levels", tables=(Table(head, tuple(levels)),))
-    served = value["usage"]
-    found = "" if served["hit_rate"] is None else f"{served['hit_rate']:.1%}"
-    row = (served["questions"], served["hits"], served["misses"], found)
-    yield Section("Served", tables=(Table(("questions", "chunks found", "not found", "share found"), (row,)),))
 
 
 REPORT = Report(glance)

@@ -6,7 +6,6 @@ not make the difference of two runs unsure. All statistics of a report are drawn
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -20,7 +19,6 @@ SEED = 0
 _UNSURE = 0.05  # of the resamples: a gap that is not there in more of them is no gap to recover
 _FEWEST = 2  # numbers that an interval is of: one says nothing of how others would be
 _AT_ONCE = 1 << 21  # numbers
-_KEPT = 1 << 10  # questions: draws of so many are kept for the next statistic
 
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.uint16]
@@ -131,17 +129,8 @@ def _resampled_means(columns: Sequence[Column]) -> Floats:
 # ---- draws ----
 
 
-def _draws(count: int) -> Sequence[Counts] | Iterator[Counts]:
-    """Return how often each resample has each question: `[resamples, count]`, in blocks; equal for equal counts."""
-    return _kept_draws(count) if count <= _KEPT else _drawn(count)
-
-
-@functools.lru_cache(maxsize=4)
-def _kept_draws(count: int) -> tuple[Counts, ...]:
-    return tuple(_drawn(count))
-
-
-def _drawn(count: int) -> Iterator[Counts]:
+def _draws(count: int) -> Iterator[Counts]:
+    """Yield how often each resample has each question: `[resamples, count]`, in blocks; equal for equal counts."""
     random = np.random.default_rng(SEED)
     step = max(1, _AT_ONCE // count)
     for start in range(0, RESAMPLES, step):

@@ -11,8 +11,8 @@ from kvtool.core.common.sizes import counted
 from kvtool.core.fusion.selectors import MODES, REFERENCE, WEIGHED, selector_for
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import ChunkChoice, QueryOptions
-from kvtool.reports.page import Section, Table
-from kvtool.reports.report import RETRIEVAL, Report, ReportContext, ReportResult, Shown
+from kvtool.reports.page import Shown, Table
+from kvtool.reports.report import RETRIEVAL, Report, ReportContext, ReportResult
 
 if TYPE_CHECKING:
     from kvtool.core.fusion.cost import Speeds
@@ -39,7 +39,7 @@ def plan(context: ReportContext) -> ReportResult:
     speeds = recalled(session.store, identity.fingerprint, device, session.model.arithmetic.dtype, session.layers)
     value = {"question": request.question, "resolved": {"model": identity.model, "device": device}}
     value |= plan_facts(session, asked, options, speeds)
-    return ReportResult("Plan", value, [*_summary(value)], _sections(value))
+    return ReportResult("Plan", value, [*_summary(value)])
 
 
 def plan_facts(session: Session, asked: PromptLayout, options: QueryOptions, speeds: Speeds | None) -> dict[str, Any]:
@@ -107,13 +107,6 @@ def expected_ms(session: Session, plan: Plan, speeds: Speeds, options: QueryOpti
 
 
 # ---- for people ----
-
-
-def _sections(value: Mapping[str, Any]) -> Iterator[Section]:
-    yield Section("Chunks", tables=(_table(value),))
-    if value["expected_ms"] is not None:
-        times = Table(("mode", "expected ms"), tuple((m, f"{ms:.0f}") for m, ms in value["expected_ms"].items()))
-        yield Section("Expected time to the first token", tables=(times,))
 
 
 def _summary(value: Mapping[str, Any]) -> Iterator[Shown]:

@@ -1,8 +1,7 @@
-"""Interface of a report: flags, the inputs it gets, and its result as JSON, terminal lines and an HTML page."""
+"""Interface of a report: flags, the inputs it gets, and its result as JSON and as parts for people."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +15,7 @@ from kvtool.core.options.option import Options, Part, option
 from kvtool.core.options.resolve import O, Resolved
 from kvtool.core.query.options import ChunkChoice, QueryOptions
 from kvtool.core.query.reply import Request, read_batch
-from kvtool.reports.page import Section, Table
+from kvtool.reports.page import Shown
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
 RETRIEVAL = ("top_k", "retriever", "embedder", "set")  # options of a query by which chunks are found
 NO_CONTEXT = "none"  # the run of an evaluation that answers without any chunk
 QUESTIONS = "Questions"  # heading in a report's help
-_TIMES = ("since", "until", "last_used")  # facts that are seconds since 1970
-_LONG = 500  # characters of a fact that would hide the others
 
 
 @dataclass(frozen=True)
@@ -59,9 +56,7 @@ class ReportContext:
 
     def question(self, report: str) -> Request:
         if self.about is None:
-            raise UsageError(
-                f"inspect {report} needs a question", f'kvtool inspect {report} "Who founded the observatory?"'
-            )
+            raise UsageError(f"inspect {report} needs a question", f'kvtool inspect {report} "Who founded it?"')
         choice = self.get(ChunkChoice)
         return Request(self.about, choice.chunks, choice.documents)
 
@@ -80,50 +75,12 @@ class ReportContext:
 
 
 @dataclass(frozen=True, slots=True)
-class Quote:
-    """A document's text, with every line marked so that none looks like the report's own."""
-
-    text: str
-
-
-Shown = str | Quote | Table  # a part of a report on a terminal
-
-
-@dataclass(frozen=True, slots=True)
 class ReportResult:
-    title: str  # of the page; `subtitle` follows it, and is in no figure's file name
-    value: Mapping[str, Any]  # the JSON; `resolved` and values that are no lists say what was measured
-    summary: Sequence[Shown]  # lines, quotes and tables for a terminal
-    sections: Iterable[Section] = ()  # the page, made on demand; empty: the tables of `summary`
-    subtitle: str = ""
+    title: str  # of the page
+    value: Mapping[str, Any]  # the JSON
+    summary: Sequence[Shown]
+    details: Iterable[Shown] = ()  # what only the page shows, after the summary; made on demand
     exit_code: int = 0
-    shown_elsewhere: frozenset[str] = frozenset()  # names in `value` that a section of the page shows, too
-
-    @property
-    def page_sections(self) -> list[Section]:
-        tables = tuple(part for part in self.summary if isinstance(part, Table))
-        return list(self.sections) or [Section(self.title, tables=tables)]
-
-    @property
-    def facts(self) -> dict[str, object]:
-        facts: dict[str, object] = dict(self.value.get("resolved", {}))
-        for name, value in self.value.items():
-            if name == "tokens" and isinstance(value, dict):
-                facts |= {f"{what} tokens": count for what, count in value.items()}
-            elif isinstance(value, list | dict | None) or name in self.shown_elsewhere:
-                continue
-            elif len(str(value)) < _LONG:
-                facts[name] = value
-        return {
-            name.replace("lead_in", "lead-in").replace("_", " "): _for_people(name, fact)
-            for name, fact in facts.items()
-        }
-
-
-def _for_people(name: str, fact: object) -> object:
-    if type(fact) is not int:
-        return fact
-    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(fact)) if name in _TIMES else f"{fact:,}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,16 +97,9 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class PageOptions(Options, settings=False, group="Page"):
-    html: Path | None = option(None, "Also write an HTML page with plots.", metavar="FILE", unit="path")
-    figures: Path | None = option(None, "Write the plots as SVG files.", metavar="FOLDER", unit="path")
-
-    @property
-    def wanted(self) -> bool:
-        return self.html is not None or self.figures is not None
+    html: Path | None = option(None, "Also write an HTML page with all tables.", metavar="FILE", unit="path")
 
     def check(self) -> None:
-        if self.figures is not None and not self.figures.is_dir():
-            raise UsageError(f"there is no folder {str(self.figures)!r} for the figures", "name a folder that exists")
         if self.html is not None and (self.html.is_dir() or not self.html.absolute().parent.is_dir()):
             raise UsageError(f"the page cannot be written to {str(self.html)!r}", "name a file in a folder that exists")
 

@@ -7,9 +7,8 @@ from typing import Any
 
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import ChunkChoice, QueryOptions
-from kvtool.reports.charts import Line, Panel, line_charts, series, sparkline
-from kvtool.reports.page import Section, Table
-from kvtool.reports.report import RETRIEVAL, BatchOptions, Report, ReportContext, ReportResult, Shown
+from kvtool.reports.page import Shown, Table, sparkline
+from kvtool.reports.report import RETRIEVAL, BatchOptions, Report, ReportContext, ReportResult
 
 
 def sparsity(context: ReportContext) -> ReportResult:
@@ -26,7 +25,7 @@ def sparsity(context: ReportContext) -> ReportResult:
     context.events.step("prompts", 1, "prompts")
     prompt = ReusedPrompt.of(session.decoder, prompts.asked[0].plan, prompts.source)
     value, read_at = prompts.facts | sparsity_report(prompt, others), prompts.read_at
-    return ReportResult("Attention sparsity", value, [*_summary(value, read_at)], _sections(value), read_at)
+    return ReportResult("Attention sparsity", value, [*_summary(value, read_at)], _details(value))
 
 
 def _summary(value: Mapping[str, Any], read_at: str) -> Iterator[Shown]:
@@ -66,54 +65,15 @@ def _percent(parts: Mapping[str, float]) -> list[str]:
     return [f"{part:z.1%}" for part in parts.values()]  # z: a number that is rounded to 0 has no sign
 
 
-# ---- on a page ----
-
-
-def _sections(value: Mapping[str, Any]) -> Iterator[Section]:
-    tallies = _tallies(value)
-    text = (
-        "The part of the attention that goes to each class of key, mean over rows, layers and heads: the prompt's "
-        f"first token (sink), the instruction, the first {value['start_tokens']} tokens of every chunk, the rest of "
-        "the row's own chunk, of the other chunks, and the question."
-    )
-    yield Section("Where attention goes", (text,), tables=(_masses(value),))
-    panels = [
-        Panel(title, tuple(_mass(name, tallies[title]["layers"]) for name in value["classes"]))
-        for title in ("chunks, full", "question, full")
-    ]
-    yield Section("By layer", figures=(line_charts("Attention mass by class of key", panels, "layer"),))
-    lines = tuple(series(name, tally["layers"], "layer", "keys_for_mass") for name, tally in tallies.items())
-    title = f"Share of the keys that holds {value['mass_threshold']:.0%} of the attention"
-    yield Section("How few keys", figures=(line_charts(title, [Panel("share of keys", lines)], "layer"),))
-    yield _heads(value["question_attention"]["full"]["layers"])
-    if value["stability"]:
-        yield _stability(value["stability"])
-
-
-def _mass(name: str, layers: list[dict[str, Any]]) -> Line:
-    return Line(name, tuple((row["layer"], row["mass"][name]) for row in layers))
-
-
-def _heads(layers: list[dict[str, Any]]) -> Section:
+def _details(value: Mapping[str, Any]) -> Iterator[Table]:
+    head = ("layer", *value["classes"], f"keys for {value['mass_threshold']:.0%}")
+    for name, tally in _tallies(value).items():
+        rows = ((row["layer"], *_percent(row["mass"]), f"{row['keys_for_mass']:.1%}") for row in tally["layers"])
+        yield Table(head, tuple(rows), f"attention of {name}, by layer")
+    layers = value["question_attention"]["full"]["layers"]
     head = ("layer", *(f"head {number}" for number in range(len(layers[0]["heads"]))))
-    rows = tuple((row["layer"], *(f"{_starts(one):.0%}" for one in row["heads"])) for row in layers)
-    text = "The question's attention on the sink and on the first tokens of chunks together, head by head, in full."
-    return Section("Sinks by head", (text,), tables=(Table(head, rows),))
-
-
-def _stability(value: Mapping[str, Any]) -> Section:
-    lines = (
-        Line("shared", tuple(enumerate(value["by_layer"]))),
-        Line("by chance", tuple((layer, value["chance_share"]) for layer in range(len(value["by_layer"])))),
-    )
-    text = (
-        f"EPIC's premise: the positions that matter do not hang on the question. {value['questions']} questions over "
-        f"the same chunks, each with the {value['share']:.0%} of the positions that it looks at most: two questions "
-        f"share {value['mean_share']:.0%} of them (by chance {value['chance_share']:.0%}). "
-        f"{value['start_share']:.0%} of them are first tokens of a chunk ({value['start_chance']:.0%} of all are)."
-    )
-    chart = line_charts("Heavy positions that two questions share", [Panel("share", lines)], "layer")
-    return Section("Static sparsity", (text,), (chart,))
+    rows = ((row["layer"], *(f"{_starts(heads):.0%}" for heads in row["heads"])) for row in layers)
+    yield Table(head, tuple(rows), "sink and starts of chunks: attention of question, full, by head")
 
 
 REPORT = Report(

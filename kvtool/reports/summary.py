@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 MOST_RECOMPUTED = 0.15  # of the cached tokens, in whole percents
 _SCORES = ("f1", "contains")
 _DISTANCES = ("kl_first", "kl_answer")
-_REPORTED = (*MEASURES, "count", "recomputed_share", "f1_difference", "contains_difference")
 
 Rows = Mapping[int, Mapping[str, Row]]  # of each question by its place in the file, and of each run by its name
 Questions = Sequence[Mapping[str, Row]]
@@ -248,26 +247,18 @@ def holdout(rows: Rows, max_kl: float) -> dict[str, Any] | None:
     whole = {name for name in names if all(name in rows[place] for place in places)}
     middle = math.ceil(len(places) / 2)
     first, second = (_summaries(rows, half, whole) for half in (places[:middle], places[middle:]))
+    chosen = {name: rule(list(first.values()), max_kl) for name, rule in RULES.items()}
     return {
         "max_kl": max_kl,
         "max_recomputed": MOST_RECOMPUTED,
         "excluded": sorted(names - whole),
-        "rules": [_choice(name, rule(list(first.values()), max_kl), second) for name, rule in RULES.items()],
+        "rules": [
+            {"rule": name, "run": run and run["run"], "selection": run, "held_out": run and second[run["run"]]}
+            for name, run in chosen.items()
+        ],
     }
 
 
 def _summaries(rows: Rows, places: Sequence[int], names: set[str]) -> dict[str, Summary]:
     some = {place: rows[place] for place in places}
     return {summary["run"]: summary for summary in summarise(some) if summary["run"] in names}
-
-
-def _choice(rule: str, chosen: Summary | None, second: Mapping[str, Summary]) -> dict[str, Any]:
-    if chosen is None:
-        return {"rule": rule, "run": None, "selection": None, "held_out": None}
-    run = chosen["run"]
-    return {"rule": rule, "run": run, "selection": _numbers(chosen), "held_out": _numbers(second[run])}
-
-
-def _numbers(summary: Summary) -> dict[str, Any]:
-    numbers = {name: summary[name] for name in _REPORTED if name in summary}
-    return numbers | {"intervals": {name: of for name, of in summary["intervals"].items() if name in numbers}}

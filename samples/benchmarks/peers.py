@@ -26,8 +26,7 @@ from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.errors import UsageError
 from kvtool.core.fusion.selectors import MODES
 from kvtool.core.query.options import QueryOptions
-from kvtool.reports.charts import Line, Panel, line_charts
-from samples.benchmarks.script import Parser, draw, parser, run, several, whole
+from samples.benchmarks.script import Parser, parser, run, several, whole
 from samples.benchmarks.systems.job import PeersOptions, measure_peers, runs
 from samples.benchmarks.systems.rows import PeerRow, PeersBench, gathered
 from samples.benchmarks.systems.task import KVTOOL, LLAMA, PEERS
@@ -58,7 +57,6 @@ _MEANING = (
 
 def arguments() -> Parser:
     made, query = parser(__doc__), QueryOptions()
-    made.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the result")
     made.add_argument("--peers", type=several(str, PEERS), default=PEERS, metavar="a,b", help=",".join(PEERS))
     modes = ("full", "union", "epic", "reuse")
     made.add_argument("--fusion", type=several(str, MODES), default=modes, metavar="a,b", help="modes of kvtool")
@@ -103,8 +101,6 @@ def measure(given: argparse.Namespace, out: Out) -> None:
     with out.progress("measure", total=runs(options), unit="runs", aloud=True) as bar:
         events = Events(status=bar.describe, advance=bar.advance)
         result = gathered(measure_peers(options, given.resume, events), options, there)
-    if given.plot is not None:
-        draw(peers_chart(result), given.plot)
     out.result(result.to_json(), human=lambda: show(out, result))
 
 
@@ -171,25 +167,6 @@ def peers_notes(result: PeersBench) -> Iterator[str]:
         yield f"{kind} {version}: {build}"
     yield _MEANING
     yield from result.includes.split(". ")
-
-
-def peers_chart(result: PeersBench) -> str:
-    """Time to the first token by the prompt's length, as an SVG document."""
-    lines: dict[str, dict[int, float]] = {}
-    for row in result.rows:
-        name = LLAMA if row.kind == LLAMA else row.contender
-        points = lines.setdefault(name, {})
-        points[row.context] = min(points.get(row.context, row.ttft_ms), row.ttft_ms)
-        if row.saved:
-            saved = lines.setdefault(f"{LLAMA}, saved state", {})
-            saved[row.context] = min(saved.get(row.context, row.saved["ttft_ms"]), row.saved["ttft_ms"])
-    drawn = [
-        Line(name, tuple((float(context), milliseconds / 1e3) for context, milliseconds in sorted(points.items())))
-        for name, points in lines.items()
-    ]
-    panel = Panel("TTFT, seconds", tuple(drawn), logarithmic=True)
-    note = f"{result.model}, {result.dtype}, {result.threads} threads; llama.cpp: the quickest of its settings"
-    return line_charts("kvtool and its peers: time to the first token", [panel], "prompt, tokens", note, "logarithmic")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from kvtool.cli.out import Out
@@ -66,16 +65,3 @@ def run(arguments: Parser, given: Sequence[str] | None, work: Callable[..., None
         out.error(error)
         return error.exit_code
     return 0
-
-
-def draw(figure: str, path: Path) -> None:
-    """Write a figure.
-
-    Raises
-    ------
-    KvtoolError : the file cannot be written.
-    """
-    try:
-        path.write_text(figure, encoding="utf-8")
-    except OSError as error:
-        raise KvtoolError(f"the figure cannot be written: {error}", "name a file in a folder that is there") from error

@@ -1,10 +1,10 @@
 """How often streaming policies meet their objectives over a varying link: a simulation over bandwidth traces.
 
     python samples/benchmarks/stream.py --shape llama-3.1-8b
-    python samples/benchmarks/stream.py --store STORE --trace link.csv --slo-ms 300,1000 --plot met.svg
+    python samples/benchmarks/stream.py --store STORE --trace link.csv --slo-ms 300,1000
 
 The policies are those of a real link; the link and the computing are computed. KV sizes and losses are measured ones:
-with --shape those of --levels, else the store's own. --plot FILE.svg also writes FILE-classes.svg and FILE-drop.svg.
+with --shape those of --levels, else the store's own.
 """
 
 from __future__ import annotations
@@ -26,29 +26,23 @@ from kvtool.core.session.session import Session
 from kvtool.core.session.speeds import recalled
 from kvtool.core.streaming.fetch_state import DEFAULT_MARGIN, DEFAULT_PREDICTOR, PREDICTORS
 from kvtool.core.streaming.policy import DEPTH
-from samples.benchmarks.script import Parser, draw, parser, positive, run, several, whole
+from samples.benchmarks.script import Parser, parser, positive, run, several, whole
 from samples.benchmarks.streaming.bench import StreamBench, StreamOptions, bench_stream
-from samples.benchmarks.streaming.charts import (
+from samples.benchmarks.streaming.context import DEFAULT_LEVELS, Context, read_levels, shape_context, store_context
+from samples.benchmarks.streaming.speeds import GPUS, GivenSpeeds
+from samples.benchmarks.streaming.tables import (
     CASE_HEAD,
     READY_HEAD,
     case_table,
-    classes_figure,
-    drop_figure,
     ready_table,
-    stream_chart,
     stream_notes,
     stream_table,
 )
-from samples.benchmarks.streaming.context import DEFAULT_LEVELS, Context, read_levels, shape_context, store_context
-from samples.benchmarks.streaming.speeds import GPUS, GivenSpeeds
 from samples.benchmarks.streaming.traces import generate, read_trace, write_trace
-
-FIGURES = {"": stream_chart, "-classes": classes_figure, "-drop": drop_figure}
 
 
 def arguments() -> Parser:
     made = parser(__doc__)
-    made.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the result")
     of = made.add_mutually_exclusive_group(required=True)
     of.add_argument("--shape", metavar="NAME", help="KV of this model's size")
     of.add_argument("--store", type=Path, metavar="FOLDER", help="KV of this store")
@@ -78,9 +72,6 @@ def simulate_all(given: argparse.Namespace, out: Out) -> None:
     streamed = context_of(given)
     with out.progress("simulate", total=len(traces) * len(options.slo_ms), unit="traces", aloud=True) as bar:
         result = bench_stream(streamed, traces, options, lambda: bar.advance(1))
-    if given.plot is not None:
-        for suffix, figure in FIGURES.items():
-            draw(figure(result), given.plot.with_name(f"{given.plot.stem}{suffix}{given.plot.suffix}"))
     out.result(result.to_json(), human=lambda: show(out, result))
 
 

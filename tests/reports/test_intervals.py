@@ -120,5 +120,4 @@ def test_blocks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     values = [1.0, 2.0, 5.0, 9.0]
     whole = interval(values)
     monkeypatch.setattr(intervals, "_AT_ONCE", 40)
-    monkeypatch.setattr(intervals, "_KEPT", 0)
     assert interval(values) == whole

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
@@ -152,11 +151,9 @@ def test_json_has_rows_by_class_and_objective(trace: Path, tmp_path: Path) -> No
     assert script(stream.main, *SHAPE, "--trace", trace, *speeds, "--json").fine().json["text_ms"] == pytest.approx(600)
 
 
-def test_the_table_and_three_figures(trace: Path, tmp_path: Path) -> None:
-    done = script(stream.main, *SHAPE, "--trace", trace, "--plot", tmp_path / "s.svg").fine()
+def test_tables_name_policies_and_levels(trace: Path) -> None:
+    done = script(stream.main, *SHAPE, "--trace", trace).fine()
     assert "adaptive" in done.out
-    for name in ("s.svg", "s-classes.svg", "s-drop.svg"):
-        assert ElementTree.parse(tmp_path / name).getroot().tag.endswith("svg")
 
 
 def test_a_store_has_its_own_sizes_and_losses(plain: Path, trace: Path) -> None:
