@@ -38,38 +38,37 @@ APART = ({"ingest", "compress", "query"}, {"codec", "model", "corpus", "streamin
 # The most lines that each room, the product and the tests may have. A commit may lower a number; it may raise one only
 # by lowering another by as much.
 LINES = {
-    "agent": 656,
-    "api": 388,
-    "cache": 4690,
-    "checkpoint": 2224,
-    "cli": 5018,
-    "codec": 3453,
-    "common": 1084,
+    "agent": 657,
+    "api": 385,
+    "cache": 4597,
+    "checkpoint": 2868,
+    "cli": 5303,
+    "codec": 3415,
+    "common": 1140,
     "compress": 1268,
     "corpus": 6540,
     "errors": 126,
     "evaluate": 297,
-    "fusion": 2963,
+    "fusion": 2861,
     "ingest": 2788,
-    "kernels": 4514,
-    "model": 4942,
+    "kernels": 4519,
+    "model": 5089,
     "native": 1575,
     "options": 623,
-    "pack": 609,
-    "query": 3539,
+    "query": 3591,
     "records": 489,
-    "remote": 4927,
-    "reports": 4022,
+    "remote": 5284,
+    "reports": 3275,
     "retrieval": 1996,
-    "serve": 5297,
-    "session": 1540,
+    "serve": 5328,
+    "session": 1554,
     "streaming": 707,
     "top": 246,
     "upkeep": 1305,
     "vllm": 1170,
 }
 PRODUCT_LINES = 68_996
-TEST_LINES = 64_218
+TEST_LINES = 64_186
 
 
 def room_of(parts: tuple[str, ...]) -> str:

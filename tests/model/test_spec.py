@@ -31,7 +31,7 @@ def test_a_parameter_or_module_beside_the_known_ones_is_not_passed_over() -> Non
             decoding_weights(decoder_of(model))
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", [dtype for dtype in TOLERANCE if dtype.is_floating_point])
 def test_a_trial_takes_rounding_and_nothing_else(dtype: torch.dtype) -> None:
     expected = torch.randn(512, generator=torch.Generator().manual_seed(0))
     check_trial(expected.to(dtype), expected, dtype, layers=1)

@@ -78,7 +78,7 @@ _WITHOUT_EFFECT = frozenset(
     "max_window_layers is_llama_config rope_interleaved unsloth_version".split()
 )
 _MOST_LAYERS = 1000
-_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +103,6 @@ class Architecture:
     ropes: Mapping[str, RopeSettings]  # by name; "" where there is one for all
     config: Any  # all settings, as attributes
 
-    @property
-    def layers(self) -> int:
-        return len(self.windows)
-
 
 def read_architecture(config: Mapping[str, Any]) -> Architecture:
     """Read the settings of a config.json. Raises UnlistedArchitecture."""
@@ -128,7 +124,7 @@ def _architecture(family: Family, config: Mapping[str, Any]) -> Architecture:
     if min(hidden, heads, layers) < 1 or layers > _MOST_LAYERS:
         raise UnlistedArchitecture(f"{layers} layers of {heads} heads")
     head_dim = int(config.get("head_dim") or hidden // heads)
-    activation = _ACTIVATIONS[config.get("hidden_activation") or config["hidden_act"]]
+    activation = ACTIVATIONS[config.get("hidden_activation") or config["hidden_act"]]
     ropes = _ropes(family, config, head_dim)
     queried = config.get("query_pre_attn_scalar") or head_dim
     return Architecture(

@@ -64,8 +64,10 @@ class DenseModel(torch.nn.Module):
         self.architecture, self.config, self.dtype = architecture, architecture.config, dtype
         self.generation_config = special_ids
         self.model = torch.nn.Module()
-        self.model.embedding_multiplier = _rounded(architecture, dtype)
-        self.model.layers = torch.nn.ModuleList(_layer(architecture) for _ in range(architecture.layers))
+        scale = torch.tensor(architecture.embedding, dtype=torch.float32)
+        rounds = architecture.family.scales_embeddings  # Gemma rounds the scale to the model's dtype
+        self.model.embedding_multiplier = float(scale.to(dtype)) if rounds else architecture.embedding
+        self.model.layers = torch.nn.ModuleList(_layer(architecture) for _ in architecture.windows)
         self.model.rotary_emb = RotaryEmbedding(architecture.ropes, architecture.family.rope_in_float32)
 
     def get_input_embeddings(self) -> Any:
@@ -73,12 +75,6 @@ class DenseModel(torch.nn.Module):
 
     def get_output_embeddings(self) -> Any:
         return self.lm_head
-
-
-def _rounded(architecture: Architecture, dtype: torch.dtype) -> float:
-    """Return what embeddings are multiplied by: Gemma rounds it to the model's dtype."""
-    exact = torch.tensor(architecture.embedding, dtype=torch.float32)
-    return float(exact.to(dtype)) if architecture.family.scales_embeddings else architecture.embedding
 
 
 def _layer(architecture: Architecture) -> torch.nn.Module:

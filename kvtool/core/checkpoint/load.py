@@ -148,7 +148,7 @@ def load_tokenizer(files: ModelFiles) -> Any:
 
     with _explained(files):
         if (plain := read_tokenizer(files.folder)) is not None:
-            return _unbounded(plain)
+            return plain
     with quiet(), _explained(files):
         if (files.folder / "tokenizer.json").is_file():
             from transformers.tokenization_utils_tokenizers import TokenizersBackend as Tokenizer
@@ -157,10 +157,6 @@ def load_tokenizer(files: ModelFiles) -> Any:
         tokenizer = Tokenizer.from_pretrained(str(files.folder), local_files_only=True, trust_remote_code=False)
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise ModelError(f"the tokenizer of {files.ref} has no fast form", "add a tokenizer.json to the model's folder")
-    return _unbounded(tokenizer)
-
-
-def _unbounded(tokenizer: Any) -> Any:
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     return tokenizer
@@ -209,10 +205,10 @@ def supported_config(files: ModelFiles) -> Any:
         if files.gguf is None:
             check_extent(files.folder, config)
         return config
-    return text_config(_whole_config(files))
+    return text_config(whole_config(files))
 
 
-def _whole_config(files: ModelFiles) -> Any:
+def whole_config(files: ModelFiles) -> Any:
     from transformers.models.auto.configuration_auto import AutoConfig
 
     with quiet(), _explained(files):
@@ -255,18 +251,11 @@ def _dense_model(files: ModelFiles, dtype: str, stays: bool, int8: bool) -> Any:
     return None
 
 
-def transformers_outline(files: ModelFiles, dtype: Any) -> Any:
-    """Build the model that transformers has for these files, with weights that hold nothing."""
-    from kvtool.core.checkpoint.packed import empty_model
-
-    return empty_model(files.folder, text_submodel(files.folder, _whole_config(files)), dtype)
-
-
 def _transformers_model(files: ModelFiles, device: str, dtype: str, stays: bool, int8: bool) -> Any:
     from kvtool.core.checkpoint.packed import bfloat16_model, gguf_model
 
     with quiet():
-        text = text_submodel(files.folder, _whole_config(files))
+        text = text_submodel(files.folder, whole_config(files))
         if files.gguf is not None:
             return gguf_model(files.gguf, files.folder, text, dtype, packed=stays, int8=int8)
         packed = bfloat16_model(files.folder, text) if stays and dtype == "float32" else None

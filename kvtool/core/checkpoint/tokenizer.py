@@ -43,9 +43,6 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False, **spaces: bool) -> str:
         return self.backend_tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
-    def __len__(self) -> int:
-        return self.backend_tokenizer.get_vocab_size()
-
 
 def read_tokenizer(folder: Path) -> Tokenizer | None:
     """Read a folder's tokenizer; None: transformers would change something of it."""
@@ -69,18 +66,16 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
     if begins != bool(settings.get("add_bos_token", begins and backend.post_processor is not None)):
         return None
     spaced = settings.get("clean_up_tokenization_spaces") and type(backend.model).__name__ != "BPE"
-    if spaced or (backend.get_vocab_size() > _PATCHED and "mistral" in _family(folder)):
+    if spaced or (backend.get_vocab_size() > _PATCHED and "mistral" in str(_settings(folder / "config.json"))):
         return None
+    backend.no_truncation()
+    backend.no_padding()
     return Tokenizer(backend, special, template)
 
 
 def _settings(path: Path) -> dict[str, Any]:
     settings = json.loads(path.read_bytes()) if path.is_file() else {}
     return settings if isinstance(settings, dict) else {}
-
-
-def _family(folder: Path) -> str:
-    return str(_settings(folder / "config.json").get("model_type"))
 
 
 def _content(token: Any) -> str:

@@ -84,7 +84,7 @@ def outline_of(model: DenseModel) -> Outline:
         LayerKind(rotation, window, listed.softcap, sinks=False, tempered=False, shape=shape)
         for rotation, window in zip(listed.rotations, listed.windows, strict=True)
     )
-    return Outline(model.model, tuple(range(listed.layers)), kinds)
+    return Outline(model.model, tuple(range(len(kinds))), kinds)
 
 
 def rotary_of(base: Any) -> Any:

@@ -115,6 +115,10 @@ class Rotary:
         return RopeTables({name: self._spread(self._layout, name, positions) for name in self.names})
 
     @property
+    def in_pairs(self) -> bool:
+        return self._layout.in_pairs
+
+    @property
     def is_single(self) -> bool:
         shapes = {kind.shape for kind in self._kinds}
         return len(self.names) == len(shapes) == 1 and self._kinds[0].shape.is_plain

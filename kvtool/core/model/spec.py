@@ -1,7 +1,6 @@
 """Model spec: what each layer of a model computes, read once off its modules, for every fast path alike.
 
-No family is known by name. A layer has a spec if every module of it is known here. What its code does not show is
-tried: what a norm does with its weight, which function an MLP's gate is, how heads are rotated. Before a fast path
+A layer has a spec if every module of it is known here. What a norm does with its weight is tried. Before a fast path
 serves, `check_trial` compares its numbers with those of the model's own forward.
 """
 
@@ -16,10 +15,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from kvtool.core.checkpoint.dense import DenseModel, RMSNorm
+from kvtool.core.checkpoint.architecture import ACTIVATIONS
+from kvtool.core.checkpoint.dense import RMSNorm
 from kvtool.core.errors import ModelError
 from kvtool.core.kernels.attention.params import AttentionParams
-from kvtool.core.kernels.rope import RopeTables, rotate_halves_torch
+from kvtool.core.kernels.rope import RopeTables
 from kvtool.core.model.kinds import LayerKind, angles_of, rotary_of
 from kvtool.core.model.stack import DecoderStack
 
@@ -191,10 +191,8 @@ class _Reader:
         self._stack = stack
         _check_attention(stack)
         self._shape = stack.shapes[0]
-        self._listed = stack.model.architecture if isinstance(stack.model, DenseModel) else None
         self._heads = int(stack.config.num_attention_heads)
         self._norm_kinds: dict[tuple[type, torch.dtype], tuple[bool, bool] | None] = {}
-        self._functions: dict[Any, str] = {}
 
     def model(self) -> ModelSpec:
         stack = self._stack
@@ -291,7 +289,7 @@ class _Reader:
         return _norm_spec(module, epsilon, *style)
 
     def _mlp(self, module: Any) -> GatedMLP | None:
-        functions = (getattr(module, name, None) for name in _ACTIVATION)
+        config, functions = self._stack.config, (getattr(module, name, None) for name in _ACTIVATION)
         function = next((function for function in functions if callable(function)), None)
         names = {name for name, _ in module.named_children()} - set(_ACTIVATION)
         gated = names in ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
@@ -299,29 +297,14 @@ class _Reader:
             return None
         inner = module.down_proj.in_features
         gate, up = _parts(module, "gate_up_proj", ("gate_proj", "up_proj"), [inner, inner])
-        if self._listed is not None:
-            activation = self._listed.activation
-            return GatedMLP(gate, up, _whole(module.down_proj), activation, _FUNCTIONS[activation])
-        if function is None:
-            return None
-        kind = type(function) if isinstance(function, torch.nn.Module) else function
-        if kind not in self._functions:
-            self._functions[kind] = _activation(function, self._stack.device)
-        return GatedMLP(gate, up, _whole(module.down_proj), self._functions[kind], function)
+        stated = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "")
+        activation = ACTIVATIONS.get(str(stated), "")
+        function = _FUNCTIONS.get(activation, function)
+        return None if function is None else GatedMLP(gate, up, _whole(module.down_proj), activation, function)
 
     def _rope(self, number: int, table: RopeTables) -> tuple[int, bool]:
-        if self._listed is not None:
-            rotation = self._listed.rotations[number]
-            return (0 if rotation is None else self._listed.ropes[rotation].width), True
-        rotary = self._stack.rotary
-        angles = rotary.angles(table, number)
-        if angles is None:
-            return 0, True
-        probe = torch.linspace(-1, 1, self._shape.key_dim, dtype=torch.float32, device=self._stack.device)[
-            None, None, None
-        ]
-        rotated, halves = rotary.rotate(probe, table, number), rotate_halves_torch(probe, angles)
-        return angles.cos.shape[-1], torch.allclose(rotated.cpu(), halves.cpu(), atol=1e-6)
+        angles = self._stack.rotary.angles(table, number)
+        return (0, True) if angles is None else (angles.cos.shape[-1], not self._stack.rotary.in_pairs)
 
 
 def _norm_spec(module: Any, epsilon: float, adds_one: bool, rounds_first: bool) -> NormSpec:
@@ -387,16 +370,3 @@ def _tried_norm(module: Any, epsilon: float) -> tuple[bool, bool] | None:
                 twice = (plain.to(weight.dtype).float() * multiplied).to(weight.dtype)
                 return adds_one, bool((given != twice).sum() <= (given != once).sum())
     return None
-
-
-def _activation(function: Callable[[torch.Tensor], torch.Tensor], device: str) -> str:
-    """Name a gate's function by its results; "": one that no machine code is made for."""
-    probe = torch.linspace(-6, 6, 49, dtype=torch.float32, device=device)
-    with torch.inference_mode():
-        given = function(probe)
-        alike = [
-            name
-            for name, function in _FUNCTIONS.items()
-            if torch.allclose(given, function(probe), rtol=1e-5, atol=1e-6)
-        ]
-    return alike[0] if alike else ""

@@ -11,7 +11,9 @@ from typing import Any, TypeAlias
 import torch
 
 from kvtool.core.checkpoint.dense import DenseModel
-from kvtool.core.checkpoint.load import transformers_outline
+from kvtool.core.checkpoint.load import whole_config
+from kvtool.core.checkpoint.packed import empty_model
+from kvtool.core.checkpoint.text_submodel import text_submodel
 from kvtool.core.common.collecting import quiet
 from kvtool.core.common.files import cache_dir, make_folder
 from kvtool.core.model.attention import QueryRows
@@ -33,7 +35,12 @@ def why_not_served(decoder: Decoder) -> str:
         return ""
     if not decoder.loaded.fingerprint:
         return _why_not(decoder)
-    key = [decoder.loaded.fingerprint, str(decoder.loaded.arithmetic), str(isa_here()), *map(version, _PACKAGES)]
+    key = [
+        decoder.loaded.fingerprint,
+        str(decoder.loaded.arithmetic),
+        str(isa_here()),
+        *map(version, ("kvtool", "torch", "transformers")),
+    ]
     path = cache_dir() / "checked" / hashlib.sha256("\0".join(key).encode()).hexdigest()[:32]
     with suppress(OSError, UnicodeError):
         return path.read_text(encoding="utf-8")
@@ -58,7 +65,8 @@ def _why_not(decoder: Decoder) -> str:
 
 def _with_weights_of(decoder: Decoder) -> Any:
     """Build transformers' model over the modules of ours, for the tokens and layers of the check."""
-    model = transformers_outline(decoder.loaded.files, decoder.dtype)
+    files = decoder.loaded.files
+    model = empty_model(files.folder, text_submodel(files.folder, whole_config(files)), decoder.dtype)
     layers = _layers_of_each_kind(decoder)
     model.model.layers = model.model.layers[:layers]
     for path, module in decoder.model.named_modules():
