@@ -68,7 +68,7 @@ LINES = {
     "vllm": 1170,
 }
 PRODUCT_LINES = 68_996
-TEST_LINES = 64_186
+TEST_LINES = 64_187
 
 
 def room_of(parts: tuple[str, ...]) -> str:

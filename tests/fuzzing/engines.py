@@ -320,8 +320,8 @@ def _told(engine: Engine, ask: Ask) -> Said:
     replies: list[Said] = []
     of = Answer.of
 
-    def noted(reply: Reply, job: Job) -> Answer:
-        answer = of(reply, job)
+    def noted(reply: Reply, job: Job, prepared: Any) -> Answer:
+        answer = of(reply, job, prepared)
         replies.append(Said.of(reply, answer.text))
         return answer
 

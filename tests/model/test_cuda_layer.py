@@ -17,6 +17,7 @@ from kvtool.core.model.hf.adapter import HfForward
 from kvtool.core.model.kinds import KVShape
 from kvtool.core.model.passes import Pass
 from kvtool.core.model.prompt_cache import BufferLayer, PromptCache
+from kvtool.core.model.rope import Rotary
 from tests.codec.processes import needs_triton
 from tests.families import NATIVE, tiny_model
 from tests.fusion.making import MOE, decoder_of, rms, tokens
@@ -76,7 +77,7 @@ def test_a_model_that_computes_something_else_has_none() -> None:
 
 def test_heads_that_are_not_rotated_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = decoder_of(tiny_model("llama"), "cpu")
-    monkeypatch.setattr(decoder.rotary, "rotate", lambda keys, table, layer: keys * 2)
+    monkeypatch.setattr(Rotary, "in_pairs", True)
     assert "halves" in decoder.passes.why
 
 
