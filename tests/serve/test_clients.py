@@ -261,7 +261,7 @@ def test_an_editor_finds_the_model_by_ollamas_api(served: Served) -> None:
     assert (architecture, shown.details.family) == (decoder.config.model_type,) * 2
     assert shown.modelinfo[f"{architecture}.context_length"] == decoder.context
     assert shown.modelinfo["general.basename"] == "tiny"
-    assert shown.modelinfo["general.parameter_count"] == decoder.model.num_parameters()
+    assert shown.modelinfo["general.parameter_count"] == sum(weight.numel() for weight in decoder.model.parameters())
     assert shown.capabilities == ["completion", "tools"]
     assert shown.parameters == f"num_ctx {decoder.context}"
     assert shown.template == decoder.loaded.tokenizer.chat_template
