@@ -105,7 +105,7 @@ def test_unlisted_settings_are_refused(changes: dict[str, Any], tmp_path: Path) 
         read_architecture(config | changes)
 
 
-@pytest.mark.parametrize("change", ["more", "fewer", "bias", "shape"])
+@pytest.mark.parametrize("change", ["more", "fewer", "bias", "shape", "no head", "tied"])
 def test_transformers_decides_about_other_weights(change: str, tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path)
     weights = load_file(folder / "model.safetensors")
@@ -113,6 +113,10 @@ def test_transformers_decides_about_other_weights(change: str, tmp_path: Path) -
         weights["model.layers.1.self_attn.gate.weight"] = torch.ones(4, 4)
     elif change == "fewer":
         del weights["model.layers.1.input_layernorm.weight"]
+    elif change == "no head":  # which would be the embedding if it were tied
+        del weights["lm_head.weight"]
+    elif change == "tied":
+        edit_config(folder, tie_word_embeddings=True)
     elif change == "bias":
         weights["model.norm.bias"] = torch.ones(64)
     else:

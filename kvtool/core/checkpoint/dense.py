@@ -22,7 +22,7 @@ from kvtool.core.kernels.linear.qtensor import QuantizedTensor, dense
 from kvtool.core.kernels.linear.quantized import unpacked
 
 Weight: TypeAlias = "torch.Tensor | QuantizedTensor"
-_EMBEDDING, _HEAD = "model.embed_tokens", "lm_head.weight"
+_EMBEDDING = "model.embed_tokens"
 _UNUSED = "rotary_emb.inv_freq"  # in old files
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -128,8 +128,7 @@ class _Builder:
         for number, layer in enumerate(base.layers):
             self._fill(layer, f"model.layers.{number}.")
         base.norm = self._norm("model.norm")
-        if shape.is_tied or _HEAD not in self._weights:
-            self._weights.pop(_HEAD, None)
+        if shape.is_tied:
             self._model.lm_head = self._tied(base.embed_tokens)
         else:
             self._model.lm_head = self._linear("lm_head", shape.vocabulary, shape.hidden)

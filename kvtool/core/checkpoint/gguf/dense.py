@@ -68,11 +68,11 @@ def read_dense(gguf: Path, architecture: Architecture) -> Iterator[tuple[str, to
 
 
 def _name(tensor: str, parts: dict[str, str]) -> str:
-    *layer, part, kind = tensor.split(".")
-    if layer and layer[0] == "blk" and part in parts:
-        return f"model.layers.{layer[1]}.{parts[part]}.{kind}"
-    if not layer and part in _ENDS:
-        return f"{_ENDS[part]}.{kind}"
+    match tensor.split("."):
+        case ["blk", layer, part, kind] if part in parts:
+            return f"model.layers.{layer}.{parts[part]}.{kind}"
+        case [part, kind] if part in _ENDS:
+            return f"{_ENDS[part]}.{kind}"
     raise UnlistedArchitecture(f"there is a tensor {tensor}")
 
 

@@ -39,7 +39,7 @@ def why_not_served(decoder: Decoder) -> str:
         decoder.loaded.fingerprint,
         str(decoder.loaded.arithmetic),
         str(isa_here()),
-        *map(version, ("kvtool", "torch", "transformers")),
+        *map(version, _PACKAGES),
     ]
     path = cache_dir() / "checked" / hashlib.sha256("\0".join(key).encode()).hexdigest()[:32]
     with suppress(OSError, UnicodeError):
