@@ -15,7 +15,7 @@ from kvtool.core.checkpoint.load import whole_config
 from kvtool.core.checkpoint.packed import empty_model
 from kvtool.core.checkpoint.text_submodel import text_submodel
 from kvtool.core.common.collecting import quiet
-from kvtool.core.common.files import cache_dir, make_folder
+from kvtool.core.common.files import cache_dir, make_folder, replace_file
 from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.forward import Forward
 from kvtool.core.model.hf.adapter import HfForward
@@ -47,7 +47,7 @@ def why_not_served(decoder: Decoder) -> str:
     why = _why_not(decoder)
     with suppress(OSError):  # without a cache it is checked again
         make_folder(path.parent)
-        path.write_text(why, encoding="utf-8")
+        replace_file(path, why.encode())  # an empty file would be a passed check
     return why
 
 
