@@ -168,7 +168,7 @@ def exceptions_of(decoder: Decoder) -> set[tuple[str, str]]:
     _, cache = decoder.prefill(PREFIX, reserve=1)
     backend = decode_backend(decoder, cache)
     backend.step(PREFIX[0])
-    layers, decoding = _without_class(decoder.passes.why), _without_class(backend.why)
+    layers, decoding = _without_class(decoder.forward.why), _without_class(backend.why)
     same = layers == decoding
     parts = {"layers, decoding": layers} if same else {"layers": layers, "decoding": decoding}
     chosen = [layer.chosen for layer in backends_of(decoder, QUESTION_ROWS, PROMPT)]

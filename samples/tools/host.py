@@ -130,7 +130,7 @@ class NullDevice:
         self._kv = torch.randn(shape, dtype=self.kv_dtype), torch.randn(shape, dtype=self.kv_dtype)
         self.shapes = (self.shape,) * self.layer_count
         self.stored_layers = self.layer_count
-        self.passes = self
+        self.forward = self
         self.rotary = Rotation(self.shape.key_dim)
         self._memory: list[np.ndarray[Any, Any]] = []
         self.loaded = SimpleNamespace(arithmetic=Arithmetic("bfloat16", "cuda"))

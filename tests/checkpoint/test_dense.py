@@ -39,7 +39,7 @@ def assert_same(path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(load, "_dense_model", lambda *args: None)
     theirs = decoder_of(path, dtype)
     assert not isinstance(theirs.model, DenseModel)
-    assert ours.passes.why == theirs.passes.why == ""
+    assert ours.forward.why == theirs.forward.why == ""
     (logits, cache), (expected, other) = ours.prefill(IDS), theirs.prefill(IDS)
     assert torch.equal(logits, expected)
     assert ours.kinds == theirs.kinds

@@ -64,21 +64,21 @@ def test_what_the_model_computes(name: str, keep: int, dtype: str) -> None:
 @pytest.mark.slow
 def test_a_model_that_computes_something_else_has_none() -> None:
     with pretended():
-        assert decoder_of(tiny_model("llama"), "cuda").passes.captures
+        assert decoder_of(tiny_model("llama"), "cuda").forward.captures
         model = tiny_model("llama")
         model.model.layers[1].mlp.act_fn = torch.nn.Tanh()
-        assert decoder_of(model, "cuda").passes.captures  # whatever function it is, it is called
+        assert decoder_of(model, "cuda").forward.captures  # whatever function it is, it is called
         strange = tiny_model("llama")
         strange.model.layers[2].add_module("more", torch.nn.Identity())
         declined = decoder_of(strange, "cuda")
-        assert not declined.passes.captures
-        assert "has more" in declined.passes.why
+        assert not declined.forward.captures
+        assert "has more" in declined.forward.why
 
 
 def test_heads_that_are_not_rotated_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = decoder_of(tiny_model("llama"), "cpu")
     monkeypatch.setattr(Rotary, "in_pairs", True)
-    assert "halves" in decoder.passes.why
+    assert "halves" in decoder.forward.why
 
 
 def _kernel_and_torch(

@@ -44,7 +44,7 @@ def prefilled(decoder: Decoder) -> tuple[torch.Tensor, torch.Tensor]:
 
 def by_its_own(decoder: Decoder) -> HfForward:
     """Let a decoder compute by the model's own modules."""
-    own = vars(decoder)["passes"] = HfForward(decoder, "a test")
+    own = vars(decoder)["forward"] = HfForward(decoder, "a test")
     return own
 
 
@@ -53,7 +53,7 @@ def by_its_own(decoder: Decoder) -> HfForward:
 def test_the_models_own_numbers(name: str, dtype: str) -> None:
     decoder = new_case(name, dtype).decoder
     found = prefilled(decoder)
-    assert ADAPTED[name] in decoder.passes.why if name in ADAPTED else isinstance(decoder.passes, Forward)
+    assert ADAPTED[name] in decoder.forward.why if name in ADAPTED else isinstance(decoder.forward, Forward)
     by_its_own(decoder)
     for ours, own in zip(found, prefilled(decoder), strict=True):
         ours, own = ours.float(), own.float()
@@ -87,8 +87,8 @@ def test_a_layer_that_computes_something_else_is_not_taken(monkeypatch: pytest.M
     decoder = new_case("llama").decoder
     own = type(decoder.layers[0]).forward
     monkeypatch.setattr(type(decoder.layers[0]), "forward", lambda *given, **more: 1.01 * own(*given, **more))
-    assert isinstance(decoder.passes, HfForward)
-    assert "own forward differs" in decoder.passes.why
+    assert isinstance(decoder.forward, HfForward)
+    assert "own forward differs" in decoder.forward.why
     assert len(decoder.base.layers) == len(decoder.layers)
 
 

@@ -68,7 +68,7 @@ def test_a_norm_that_nobody_knows_needs_no_file() -> None:
     assert not any(norm.is_rms for layer in tried.decoder.spec.layers for norm in layer.norms)
     plan = tried.plan()
     fused = tried.fuse(plan, LOSSLESS["union"], reserve=8)
-    assert tried.decoder.passes.why == ""
+    assert tried.decoder.forward.why == ""
     with torch.inference_mode():
         plain = untouched(input_ids=torch.tensor([list(plan.ids)]), use_cache=False).logits[0, -1]
         assert distance(fused.logits, plain) <= 1e-4

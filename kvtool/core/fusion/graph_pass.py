@@ -39,7 +39,7 @@ class GraphPass:
     @classmethod
     def of(cls, decoder: Decoder, plan: Plan, cache: PromptCache, loader: Loader) -> GraphPass | None:
         """Returns None if layers are still to be loaded, or some tokens of the prompt have no rows."""
-        if not decoder.passes.captures or not loader.is_placed or plan.dropped:
+        if not decoder.forward.captures or not loader.is_placed or plan.dropped:
             return None
         return cls(decoder, cache)
 

@@ -42,7 +42,7 @@ class Decoder(DecoderStack):
             self._check_states()
 
     @cached_property
-    def passes(self) -> Forward | HfForward:
+    def forward(self) -> Forward | HfForward:
         """The forward that computes all passes. Ours serves a model of transformers if it passes the self-check."""
         from kvtool.core.model.hf.check import check_forward
 
@@ -91,8 +91,8 @@ class Decoder(DecoderStack):
         return read_model_spec(self)
 
     @property
-    def forward(self) -> str:
-        return f"torch: {self.passes.why}" if self.passes.why else "fused"
+    def forward_name(self) -> str:
+        return f"torch: {self.forward.why}" if self.forward.why else "fused"
 
     @torch.inference_mode()
     def compute(
@@ -110,7 +110,7 @@ class Decoder(DecoderStack):
         ids = tokens if isinstance(tokens, torch.Tensor) else self.device_ids(tokens)
         positions = rows.places if position_ids is None else position_ids
         with out_of_memory_hint(len(ids)):
-            return self.passes.logits(Pass(ids, rows, positions, cache, on_layer), keep)
+            return self.forward.logits(Pass(ids, rows, positions, cache, on_layer), keep)
 
     @torch.inference_mode()
     def fill_cache(
@@ -124,14 +124,14 @@ class Decoder(DecoderStack):
         ids = tokens if isinstance(tokens, torch.Tensor) else self.device_ids(tokens)
         positions = rows.places if position_ids is None else position_ids
         with out_of_memory_hint(len(ids)):
-            self.passes.fill(Pass(ids, rows, positions, cache, on_layer))
+            self.forward.fill(Pass(ids, rows, positions, cache, on_layer))
 
     @torch.inference_mode()
     def prefill_stored(self, ids: Sequence[int]) -> PromptCache:
         """Prefill what a store keeps, or what is before it (`Pass.exact`)."""
         cache, rows = self.filled_cache(len(ids)), QueryRows.of(torch.arange(len(ids)), self.device)
         with out_of_memory_hint(len(ids)):
-            self.passes.fill(Pass(self.device_ids(ids), rows, rows.places, cache, exact=True))
+            self.forward.fill(Pass(self.device_ids(ids), rows, rows.places, cache, exact=True))
         return cache
 
     def prefill(self, ids: Sequence[int], reserve: int = 0) -> tuple[torch.Tensor, PromptCache]:

@@ -100,7 +100,7 @@ def prefill_chunks(
             return layer == stop_layer - 1
 
     with out_of_memory_hint(len(tokens)):
-        decoder.passes.fill(Pass(decoder.device_ids(tokens), rows, positions, None, Collect(), exact=True))
+        decoder.forward.fill(Pass(decoder.device_ids(tokens), rows, positions, None, Collect(), exact=True))
     if decoder.device.startswith("cuda"):
         torch.cuda.current_stream(decoder.device).synchronize()
     return [brought.chunk(number) for number in range(len(items))]

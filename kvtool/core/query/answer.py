@@ -178,7 +178,7 @@ class PreparedAnswer:
                 "store_dtype": session.identity.dtype,
                 "model": session.identity.model,
                 "stepper": generated.stepper,
-                "forward": session.decoder.forward,
+                "forward": session.decoder.forward_name,
                 "weights": session.decoder.loaded.weights,
             },
         )

@@ -74,7 +74,7 @@ def test_a_first_step_that_comes_out_otherwise_is_not_trusted() -> None:
     """A family whose modules look like Llama's and whose forward does something else."""
     own = new_case("llama")
     decoder, ids = own.decoder, tokens(9, 1)
-    vars(decoder)["passes"] = HfForward(decoder, "a test")
+    vars(decoder)["forward"] = HfForward(decoder, "a test")
     forward = decoder.layers[1].mlp.forward
     decoder.layers[1].mlp.forward = lambda x: 1.5 * forward(x)
     backend, plain = (make(decoder, decoder.prefill(ids)[1]) for make in (decode_backend, TorchBackend))

@@ -31,9 +31,9 @@ class AttentionBackend(Protocol):
         """Attend with query `[batch, heads, rows, key_dim]` over key and value `[batch, kv_heads, keys, …]`.
 
         Return `[batch, heads, rows, value_dim]`, best laid out with rows before heads. Row i sees the keys in `ranges`,
-        which already hold the window of `params`. Keys before `ranges.begin(0)` and after `ranges.last[-1]` may be
-        undefined, NaN included, and must not be read. With `ranges.on_device` a row's last key is `ranges.limits`, and
-        `last` an upper bound.
+        which already hold the window of `params`. Keys after `ranges.last[-1]` may be undefined, NaN included, and must
+        not be read. With `ranges.on_device` a row's last key is `ranges.limits`, `last` an upper bound, and every key
+        is defined.
         """
         ...
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import version
@@ -52,19 +53,20 @@ def why_not_served(decoder: Decoder) -> str:
 
 
 def _why_not(decoder: Decoder) -> str:
-    if isinstance(decoder.passes, HfForward):
-        return decoder.passes.why
+    if isinstance(decoder.forward, HfForward):
+        return decoder.forward.why
     with quiet():
         reference = type(decoder)(replace(decoder.loaded, model=_with_weights_of(decoder)))
         try:
-            check_forward(decoder, decoder.passes, reference)
+            check_forward(decoder, decoder.forward, reference, range(_TOKENS))
         except UnsupportedArchitecture as error:
             return str(error)
     return ""
 
 
 def _with_weights_of(decoder: Decoder) -> Any:
-    """Build transformers' model over the modules of ours, for the tokens and layers of the check."""
+    """Build transformers' model over the modules of ours, for the layers of the check; its vocabulary is the tokens of
+    the check, numbered from 0."""
     files = decoder.loaded.files
     model = empty_model(files.folder, text_submodel(files.folder, whole_config(files)), decoder.dtype)
     layers = _layers_of_each_kind(decoder)
@@ -76,10 +78,10 @@ def _with_weights_of(decoder: Decoder) -> Any:
             model.set_submodule(path, module)
         elif getattr(module, "weight", None) is not None and not isinstance(module, torch.nn.Embedding):
             model.get_submodule(path).weight = module.weight
-    ids = _ids(decoder)
-    embeddings = torch.zeros(model.get_input_embeddings().weight.shape, dtype=decoder.dtype)  # few pages are touched
-    embeddings[ids] = decoder.base.embed_tokens(decoder.device_ids(ids)).cpu()
-    model.get_input_embeddings().weight = torch.nn.Parameter(embeddings, requires_grad=False)
+    embedding = model.get_input_embeddings()
+    rows = decoder.base.embed_tokens(decoder.device_ids(_ids(decoder))).cpu()
+    embedding.weight = torch.nn.Parameter(rows, requires_grad=False)
+    embedding.padding_idx = None
     moved = model if decoder.device == "cpu" else model.to(decoder.device)  # packed weights stay where they are
     return moved.eval().requires_grad_(False)
 
@@ -94,13 +96,19 @@ def _layers_of_each_kind(decoder: Decoder) -> int:
 
 
 @torch.inference_mode()
-def check_forward(decoder: Decoder, forward: Forward, reference: Decoder) -> None:
+def check_forward(
+    decoder: Decoder, forward: Forward, reference: Decoder, reference_ids: Sequence[int] | None = None
+) -> None:
     """Compare the first layers, one of each kind among them, with those of transformers, over 8 tokens: hidden states,
-    logits, keys and values. Raises UnsupportedArchitecture."""
+    logits, keys and values. `reference_ids`: those of the tokens in the reference; None: the same as in the decoder.
+    Raises UnsupportedArchitecture."""
     count, precision = _layers_of_each_kind(decoder), getattr(torch, decoder.loaded.arithmetic.dtype)
-    ids, rows = decoder.device_ids(_ids(decoder)), QueryRows.of(torch.arange(_TOKENS), decoder.device)
+    tokens, rows = _ids(decoder), QueryRows.of(torch.arange(_TOKENS), decoder.device)
     caches = [stack.filled_cache(_TOKENS) for stack in (decoder, reference)]
-    ours, theirs = (Pass(ids, rows, rows.places, cache) for cache in caches)
+    ours, theirs = (
+        Pass(decoder.device_ids(ids), rows, rows.places, cache)
+        for ids, cache in zip((tokens, reference_ids or tokens), caches, strict=True)
+    )
     outputs: list[torch.Tensor] = []  # of the layers: the last norm hides a factor of theirs
     hook = reference.base.norm.register_forward_pre_hook(lambda module, given: outputs.append(given[0][0, -1:]))
     whole = reference.base.layers
