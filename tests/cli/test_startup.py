@@ -53,7 +53,7 @@ def test_a_question_imports_no_transformers(store: Path) -> None:
         "import kvtool",
         f"kvtool.open({str(store)!r}).query({QUESTION!r}, max_tokens=2)",
         "assert 'torch' in sys.modules",
-        "print(*{name.partition('.')[0] for name in sys.modules} & {'transformers', 'accelerate', 'scipy'})",
+        "print(*{name.partition('.')[0] for name in sys.modules} & {'transformers', 'scipy'})",
     )
     for _ in range(2):  # the first one may check the model, by what transformers computes
         done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=300)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtool.core.common.installing import extra_line
 from kvtool.core.common.marks import place_of
 from kvtool.core.corpus import readers
 from kvtool.core.corpus.readers import archive, file_of, is_archive, kind_of, read_documents
@@ -158,7 +159,7 @@ def test_an_archive_without_a_document_is_refused() -> None:
 def test_a_missing_package_is_named_with_its_installation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pypdfium2", None)
     (document,) = read(packed({"a.md": b"A text.\n", "b.pdf": b"%PDF-1.4\n"}))
-    assert document.notes == ("b.pdf: pypdfium2 is not installed (pip install 'kvtool[documents]')",)
+    assert document.notes == (f"b.pdf: pypdfium2 is not installed ({extra_line('documents')})",)
     with pytest.raises(MissingPackage):
         read(packed({"b.pdf": b"%PDF-1.4\n"}))
     whole = [Reading().settings(Path(name)) for name in ("a.zip", "a.eml", "a.md")]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvtool.core.common.installing import extra_line
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.ingest.ray_cluster import check_reachable, share_of
@@ -36,7 +37,7 @@ def test_unreachable_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(KvtoolError, match="needs the package ray") as told:
         check_reachable("local")
-    assert told.value.hint == "pip install 'kvtool[ray]'"
+    assert told.value.hint == extra_line("ray")
 
 
 def test_a_worker_of_another_version_is_refused() -> None:

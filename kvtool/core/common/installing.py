@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -14,8 +15,10 @@ def install_line(*requirements: str) -> str:
         command = f"pipx runpip {shlex.quote(home.name)} install"
     elif (home / "uv-receipt.toml").is_file():
         command = f"uv pip install --python {shlex.quote(sys.prefix)}"
-    else:
+    elif shutil.which("pip") == str(home / "bin" / "pip"):
         command = "pip install"
+    else:  # the environment is not activated
+        command = f"{shlex.quote(sys.executable)} -m pip install"
     return " ".join((command, *requirements))
 
 

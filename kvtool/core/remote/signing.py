@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.cache.identity import HERE, Origin
+from kvtool.core.common.installing import extra_line
 from kvtool.core.errors import DamagedError, KvtoolError, UntrustedError, UsageError
 from kvtool.core.remote import validation
 
@@ -23,7 +24,6 @@ _MOST_KEY_FILE = 2**16
 _OPEN = "`ssh-keygen -p -N '' -f KEY` removes the passphrase, best of a copy"
 _MAKE = "`ssh-keygen -t ed25519 -N '' -f KEY` makes KEY to sign with, and KEY.pub for users who trust it"
 UNSIGNED = "ask its owner to sign it: `store export --sign KEY`, `store push --sign KEY`"
-_INSTALL = "`pip install 'kvtool[sign]'`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,5 +204,5 @@ def _library() -> tuple[Any, Any]:
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError as error:
-        raise KvtoolError("signatures need the package cryptography, which is not installed", _INSTALL) from error
+        raise KvtoolError("signatures need the package cryptography", extra_line("sign")) from error
     return ed25519, serialization

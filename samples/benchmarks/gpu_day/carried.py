@@ -22,7 +22,6 @@ THERE = {
     "numpy": "numpy",
 }
 CARRIED = {
-    "accelerate": "accelerate",
     "annotated-doc": "annotated_doc",
     "annotated-types": "annotated_types",
     "anyio": "anyio",
@@ -41,7 +40,6 @@ CARRIED = {
     "platformdirs": "platformdirs",
     "pluggy": "pluggy",
     "prompt_toolkit": "prompt_toolkit",
-    "psutil": "psutil",
     "pydantic": "pydantic",
     "pydantic_core": "pydantic_core",
     "Pygments": "pygments",
