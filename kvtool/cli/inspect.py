@@ -33,9 +33,7 @@ class Reports(LazyGroup):
             self.add_command(typer.core.TyperCommand(name, hidden=True, rich_markup_mode=None))
 
     def load(self, name: str) -> Any:
-        command = typer.main.get_command(report_app(load_report(name)))
-        command.name = name
-        return command
+        return typer.main.get_command(report_app(load_report(name)))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, self._name_first(args))
