@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -102,14 +103,18 @@ class Argument(_Plain, typer.core.TyperArgument):
     pass
 
 
+@functools.cache  # the parser tells parameters apart by identity
+def _plain(param: Any) -> Any:
+    return Flag(param) if isinstance(param, typer.core.TyperOption) else Argument(param)
+
+
 class _Described:
     """Help with examples first, then the common options, or all under the headings of their groups."""
 
     callback: Any
 
-    def __init__(self, *, params: Sequence[Any] = (), **attributes: Any) -> None:
-        plain = [(Flag if isinstance(each, typer.core.TyperOption) else Argument)(each) for each in params]
-        super().__init__(params=plain, **attributes)  # type: ignore[call-arg]
+    def get_params(self, ctx: Any) -> list[Any]:
+        return [_plain(param) for param in super().get_params(ctx)]  # type: ignore[misc]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the words; an error names this command, whose help it points to: an option without its value does
