@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kvtool.cli.answers import cited, end_answer, show_end, show_explained, show_sources, show_verified
 from kvtool.cli.commands import new_app
@@ -70,14 +70,7 @@ _PROMPT = "> "
 _PRIVATE = 0o600
 
 
-class Lines(Protocol):
-    is_terminal: bool
-
-    def next(self) -> str | None:
-        """Return the next line, or several that belong together; None: stdin has ended. Raises UsageError."""
-
-
-def lines_for(out: Out) -> Lines:
+def lines_for(out: Out) -> PipedLines | TerminalLines:
     """A terminal's lines where there is one, else those of stdin. Raises UsageError: stdin is closed."""
     if out.is_interactive:
         return TerminalLines(out)
@@ -93,6 +86,7 @@ class PipedLines:
         self._stream = iter(stream)
 
     def next(self) -> str | None:
+        """Return the next line; None: stdin has ended. Raises UsageError."""
         for line in self._stream:
             try:
                 text = line.decode("utf-8-sig").strip()

@@ -23,7 +23,7 @@ PATIENCE_S = 0.2  # before a spinner is drawn
 LOG_AFTER_S, LOG_EVERY_S = 5.0, 30.0  # a line of what is being done, where nothing can be drawn
 VERBOSE_EVERY_S, EVENT_EVERY_S = 10.0, 1.0
 _WINDOW_S = 300.0  # of a speed: rich knows none where a step takes longer
-_FORECAST_SHARE = 0.01  # of the work, after which the time left is estimated: the first step warms up the model
+_FORECAST_SHARE = 0.05  # of the work, after which the time left is estimated: the first step warms up the model
 _FRAMES_PER_S = 10.0
 
 
@@ -113,7 +113,6 @@ class Screen:
     def __init__(self, stream: SafeStream) -> None:
         self._stream, self._words = stream, ""
         self._bars: RichProgress | None = None
-        self._spinner: Spinner | None = None
         self._live: Live | None = None
         self._lock = threading.RLock()
         self._is_ready = self._is_over = False
@@ -176,11 +175,19 @@ class Screen:
         if self._live is not None or not is_shown or not self._is_ready or self._is_over:
             return
         from rich.live import Live
+        from rich.spinner import Spinner
+        from rich.text import Text
 
         console = (self._bars or rich_bars(self._stream)).console
+        spinner = Spinner("line" if console.options.ascii_only else "dots")
+
+        def line() -> RichProgress | Spinner:
+            spinner.update(text=Text(self._words))
+            return self._bars or spinner
+
         redirected = self._bars is not None  # other libraries' words come above a bar
         self._live = Live(
-            get_renderable=lambda: self._bars or self._spinning(console.options.ascii_only),
+            get_renderable=line,
             console=console,
             refresh_per_second=_FRAMES_PER_S,
             transient=True,
@@ -190,14 +197,6 @@ class Screen:
         with suppress(OSError, ValueError):
             self._live.start(refresh=True)
             console.show_cursor()  # a killed process leaves the terminal as it is
-
-    def _spinning(self, is_ascii: bool) -> Spinner:
-        from rich.spinner import Spinner
-        from rich.text import Text
-
-        self._spinner = self._spinner or Spinner("line" if is_ascii else "dots")
-        self._spinner.update(text=Text(self._words))
-        return self._spinner
 
     def _clear(self) -> None:
         live, self._live = self._live, None

@@ -175,13 +175,13 @@ def test_a_line_now_and_then_at_v(make: Make, monkeypatch: pytest.MonkeyPatch) -
 def test_no_time_is_foretold_by_the_first_steps_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one is slow, as the model has to warm up: it would say two hours."""
     clock = Clock(monkeypatch)
-    with Log(lambda text, facts: None).bar("KV", 40_000, "tokens") as bar:
-        assert bar.text() == "KV: 0/40,000 tokens"
+    with Log(lambda text, facts: None).bar("KV", 8000, "tokens") as bar:
+        assert bar.text() == "KV: 0/8,000 tokens"
         for clock.now in (20.0, 21.0, 22.0):
             bar.advance(100)
             assert "left" not in bar.text()
         bar.advance(100)
-        assert bar.text() == "KV: 400/40,000 tokens, 18 tokens/s, 0:36:18 left"
+        assert bar.text() == "KV: 400/8,000 tokens, 18 tokens/s, 0:06:58 left"
         bar.expect(800)
         assert bar.text() == "KV: 400/800 tokens, 18 tokens/s, 0:00:22 left"
 
