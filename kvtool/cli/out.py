@@ -13,8 +13,8 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -226,6 +226,39 @@ class Out:
     def _log(self, text: str, facts: Mapping[str, Any]) -> None:
         self.status(text)
 
+    @contextmanager
+    def job(self) -> Iterator[Events]:
+        """Show the events of a job: a bar for each step, from when its length is known, warnings, files by name."""
+        bars: list[Bar] = []  # that of the present step
+        with ExitStack() as step_over:
+
+            def step(label: str, total: int, unit: str) -> None:
+                step_over.close()
+                bars[:] = [step_over.enter_context(self.progress(label, total, unit))]
+
+            def expect(total: float) -> None:
+                for bar in bars:
+                    bar.expect(total)
+
+            def advance(count: float) -> None:
+                for bar in bars:
+                    bar.advance(count)
+
+            def say(text: str, hint: str) -> None:
+                for line in filter(None, (text, hint)):
+                    self.status(line)
+
+            yield Events(
+                step=step,
+                expect=expect,
+                advance=advance,
+                status=self.status if self.mode == "jsonl" else self.doing,
+                say=say,
+                warn=self.warning,
+                failed=self.failed,
+                skipped=lambda path, reason: self.detail(one_line(f"skipped {path}: {reason}")),
+            )
+
     def flush(self) -> None:
         self._put("")
 
@@ -277,54 +310,6 @@ class Out:
 
     def _isplain(self) -> bool:
         return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb" or not self._stderr.isatty()
-
-
-class JobView:
-    """View of a job's events: a bar for each step from the moment its length is known, warnings, files by name."""
-
-    def __init__(self, out: Out) -> None:
-        self._out, self._step_over = out, ExitStack()
-        self._bar: Bar | None = None
-        self.events = Events(
-            step=self._step,
-            expect=self._expect,
-            advance=self._advance,
-            status=self._status,
-            say=self._say,
-            warn=self._out.warning,
-            failed=self._out.failed,
-            skipped=lambda path, reason: self._out.detail(one_line(f"skipped {path}: {reason}")),
-        )
-
-    def __enter__(self) -> JobView:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._step_over.close()
-        self._bar = None
-
-    def _step(self, label: str, total: int, unit: str) -> None:
-        self._step_over.close()
-        self._bar = self._step_over.enter_context(self._out.progress(label, total=total, unit=unit))
-
-    def _expect(self, total: float) -> None:
-        if self._bar is not None:
-            self._bar.expect(total)
-
-    def _advance(self, count: float) -> None:
-        if self._bar is not None:
-            self._bar.advance(count)
-
-    def _status(self, text: str) -> None:
-        if self._out.mode == "jsonl":
-            self._out.status(text)
-        else:
-            self._out.doing(text)
-
-    def _say(self, text: str, hint: str) -> None:
-        self._out.status(text)
-        if hint:
-            self._out.status(hint)
 
 
 # ---- JSON (`kvtool help json`) ----

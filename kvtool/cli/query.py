@@ -102,12 +102,12 @@ def query(
         from kvtool.core.session.identity import store_identity
 
         finder = Finder(store, run.out.warning)
-        load_session = functools.partial(_load_session, run, store, finder, timeline)
+        load = functools.partial(load_session, run, store, finder, timeline)
         if flags.batch is not None:
-            return answer_batch(run, store, finder, requests, options, modes, timeline, load_session)
+            return answer_batch(run, store, finder, requests, options, modes, timeline, load)
         retrieved = retrieve(store, finder, requests[0], options, timeline=timeline)
         options.check_of(store_identity(store), modes or ())  # before the model is loaded
-        session = load_session()
+        session = load()
         if modes is None:
             _answer(run, session, requests[0], options, retrieved)
         else:
@@ -115,8 +115,12 @@ def query(
     return None
 
 
-def _load_session(
-    run: Run, store: Store, finder: Finder, timeline: Timeline | None, memory_cache: int | None = None
+def load_session(
+    run: Run,
+    store: Store,
+    finder: Finder | None = None,
+    timeline: Timeline | None = None,
+    memory_cache: int | None = None,
 ) -> Session:
     started = time.perf_counter()
     with paused_collection():

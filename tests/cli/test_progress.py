@@ -14,7 +14,7 @@ import pytest
 
 from kvtool.cli import progress
 from kvtool.cli.app import load_command
-from kvtool.cli.out import JobView, Out
+from kvtool.cli.out import Out
 from kvtool.cli.progress import Log
 from tests.cli.conftest import Make, Terminal
 from tests.cli.working import QUESTION, SHORT, in_terminal
@@ -235,15 +235,15 @@ def test_what_takes_long_says_so_in_a_pipe(ticking: Ticking) -> None:
 
 def test_a_job_says_its_pace_in_a_pipe(ticking: Ticking) -> None:
     out, pass_time = ticking
-    with JobView(out) as view:
-        view.events.step("computing KV", 500, "tokens")
-        view.events.status("loading the model")
+    with out.job() as events:
+        events.step("computing KV", 500, "tokens")
+        events.status("loading the model")
         assert pass_time(5) == ["loading the model"]
-        view.events.advance(100)
+        events.advance(100)
         assert [line.split(", ")[0] for line in pass_time(5)] == ["computing KV: 100/500 tokens"]
         said = []
         for _ in range(10):
-            view.events.advance(10)
+            events.advance(10)
             said += pass_time(6)
         assert [line.split(", ")[0] for line in said] == [f"computing KV: {n}/500 tokens" for n in (150, 200)]
     assert pass_time(5) == ["working"]
@@ -275,10 +275,10 @@ def test_phases_are_events_in_jsonl_and_words_beside_the_bar(make: Make, monkeyp
     monkeypatch.setenv("TERM", "xterm")
 
     def run(out: Out) -> None:
-        with JobView(out) as view:
-            view.events.step("computing KV", 4, "tokens")
-            view.events.advance(4)
-            view.events.status("trying the model")
+        with out.job() as events:
+            events.step("computing KV", 4, "tokens")
+            events.advance(4)
+            events.status("trying the model")
 
     out, stdout, _ = make("jsonl")
     run(out)
