@@ -166,6 +166,7 @@ class Screen:
             self._clear()
 
     def _begin(self) -> None:
+        rich_bars(self._stream)  # imports rich before the lock is taken: nobody else has to wait for that
         with self._lock:
             self._is_ready = True
             self._draw()
