@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.cli.answers import cited, end_answer, show_end, show_explained, show_sources, show_verified
 from kvtool.cli.commands import new_app
-from kvtool.cli.options import ManyValues, Run, open_any_store, takes
+from kvtool.cli.options import ManyValues, Run, load_session, open_any_store, takes
 from kvtool.cli.out import Out, error_json
-from kvtool.cli.query import load_session
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.files import data_dir, make_folder
 from kvtool.core.common.sizes import counted
