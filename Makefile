@@ -105,7 +105,7 @@ type: $(READY)
 	$(BIN)/python -m mypy
 
 docs: $(READY)
-	$(BIN)/python -m kvtool.cli.reference
+	$(BIN)/python samples/tools/reference.py
 	$(BIN)/python samples/tools/rooms.py kvtool/docs/internals/rooms.svg
 
 clean:

@@ -23,7 +23,7 @@ from typing import Annotated, Any, ClassVar, NoReturn
 import typer
 import typer.main
 
-from kvtool.cli.commands import LazyGroup, everywhere, new_app
+from kvtool.cli.commands import LazyGroup, everywhere, new_app, usage_error
 from kvtool.cli.out import Out
 from kvtool.core.common.collecting import kept_collection
 from kvtool.core.common.machine import is_busy, is_out_of_memory
@@ -138,9 +138,7 @@ def group_of(name: str) -> str | None:
 
 
 def load_command(name: str) -> Any:
-    command = _build_command(importlib.import_module(f"kvtool.cli.{name}").app)
-    command.name = name
-    return command
+    return _build_command(importlib.import_module(f"kvtool.cli.{name}").app)
 
 
 _build_command = functools.cache(typer.main.get_command)  # which reads every signature anew
@@ -249,9 +247,7 @@ def explain(raised: BaseException, command: str = "") -> tuple[KvtoolError, int]
     if isinstance(raised, KvtoolError):
         return raised, raised.exit_code
     if isinstance(raised, typer.TyperException):
-        context = getattr(raised, "ctx", None)
-        hint = f"`{context.command_path if context else 'kvtool'} --help` shows what is possible"
-        return UsageError(raised.format_message(), hint), raised.exit_code
+        return usage_error(raised), raised.exit_code
     if isinstance(raised, KeyboardInterrupt | typer.Abort):
         if sys.stderr is not None and sys.stderr.isatty():
             sys.stderr.write("\n")  # after the terminal's own ^C, which no wrapping of lines knows of

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from kvtool.cli.answers import show_end, show_runs, source_line
-from kvtool.cli.options import Run
+from kvtool.cli.options import Run, load_session
 from kvtool.cli.out import error_json
 from kvtool.core.common.sizes import counted
 from kvtool.core.errors import EXIT_FAILED, EXIT_PARTIAL, GateError, KvtoolError
@@ -39,7 +39,6 @@ def answer_batch(
     options: QueryOptions,
     modes: list[str] | None,
     timeline: Timeline | None,
-    load_session: Callable[[int | None], Session],
 ) -> int | None:
     from kvtool.core.session.identity import store_identity
     from kvtool.core.session.session import Session
@@ -49,7 +48,8 @@ def answer_batch(
         return Batch(run, Session.open(store), options, modes).run(requests, searches)
     options.check_of(store_identity(store), modes or ())  # before the model is loaded
     # Modes that are compared each load for themselves.
-    session = load_session(run.get(ServeOptions).memory_cache if modes is None else None)
+    memory_cache = run.get(ServeOptions).memory_cache if modes is None else None
+    session = load_session(run, store, finder, timeline, memory_cache)
     return Batch(run, session, options, modes).run(requests, searches)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import sys
@@ -13,14 +12,13 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kvtool.cli.answers import cited, end_answer, show_end, show_explained, show_sources, show_verified
 from kvtool.cli.commands import new_app
-from kvtool.cli.options import ManyValues, Run, open_any_store, takes
+from kvtool.cli.options import ManyValues, Run, load_session, open_any_store, takes
 from kvtool.cli.out import Out, error_json
 from kvtool.core.cache.options import LockOptions, StoreOptions
-from kvtool.core.common.collecting import paused_collection
 from kvtool.core.common.files import data_dir, make_folder
 from kvtool.core.common.sizes import counted
 from kvtool.core.errors import (
@@ -70,14 +68,7 @@ _PROMPT = "> "
 _PRIVATE = 0o600
 
 
-class Lines(Protocol):
-    is_terminal: bool
-
-    def next(self) -> str | None:
-        """Return the next line, or several that belong together; None: stdin has ended. Raises UsageError."""
-
-
-def lines_for(out: Out) -> Lines:
+def lines_for(out: Out) -> PipedLines | TerminalLines:
     """A terminal's lines where there is one, else those of stdin. Raises UsageError: stdin is closed."""
     if out.is_interactive:
         return TerminalLines(out)
@@ -93,6 +84,7 @@ class PipedLines:
         self._stream = iter(stream)
 
     def next(self) -> str | None:
+        """Return the next line; None: stdin has ended. Raises UsageError."""
         for line in self._stream:
             try:
                 text = line.decode("utf-8-sig").strip()
@@ -431,16 +423,12 @@ def hold(run: Run) -> int | None:
     # options of single questions, which a configuration file may set
     options = replace(run.get(QueryOptions), defer=False, slo_ms=None, audit=0.0, explain=False)
     with open_any_store(run) as store:
-        with paused_collection():
-            importlib.import_module("kvtool.core.query.answer")  # torch and transformers come with it
-            from kvtool.core.query.conversation import Conversation
-            from kvtool.core.session.identity import store_identity
-            from kvtool.core.session.session import Session
+        from kvtool.core.session.identity import store_identity
 
-            options.check_of(store_identity(store))
-            session = Session.open(store, run.get(ModelOptions), warn=run.out.warning)
-            run.out.doing(f"loading the model {session.identity.model}")
-            _ = session.decoder
+        options.check_of(store_identity(store))
+        session = load_session(run, store)
+        from kvtool.core.query.conversation import Conversation
+
         lines = lines_for(run.out)
         chat = Chat(run.out, session, Conversation.over(session, options), aloud=lines.is_terminal)
         chat.greet(run.get(StoreOptions).place)

@@ -1,7 +1,8 @@
-"""Commands, groups of them, and the layout of their help. It imports nothing of `core`: an overview has no options."""
+"""Commands, groups of them, and the layout of their help. It imports no options: an overview has none."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 import sys
@@ -13,6 +14,7 @@ import typer
 import typer.core
 
 from kvtool.cli.progress import hide_activity
+from kvtool.core.errors import UsageError
 
 if TYPE_CHECKING:
     from kvtool.core.options.option import Option
@@ -75,10 +77,44 @@ _RULE = "Variables (KVTOOL_TOP_K) and kvtool.toml set defaults: see `kvtool conf
 _ALSO = "Also: --json, --jsonl, -q, -v and --config FILE, described in `kvtool --help`."
 
 
+class _Plain:
+    """A parameter whose value needs no converting if it was not given, or has the wanted type as it is.
+
+    typer's conversion imports pydantic and makes a validator of each parameter: a quarter of what a command took to
+    start. What options mean is read where they are declared (`core/options`) anyway.
+    """
+
+    def __init__(self, param: Any) -> None:
+        vars(self).update(vars(param))
+
+    def process_value(self, ctx: Any, value: Any) -> Any:
+        param: Any = self
+        is_ready = type(value) is param.type_descriptor.annotation or (value is None and not param.required)
+        if not is_ready:
+            return super().process_value(ctx, value)  # type: ignore[misc]
+        return param.callback(ctx, self, value) if value and param.callback else value
+
+
+class Flag(_Plain, typer.core.TyperOption):
+    pass
+
+
+class Argument(_Plain, typer.core.TyperArgument):
+    pass
+
+
+@functools.cache  # the parser tells parameters apart by identity
+def _plain(param: Any) -> Any:
+    return Flag(param) if isinstance(param, typer.core.TyperOption) else Argument(param)
+
+
 class _Described:
     """Help with examples first, then the common options, or all under the headings of their groups."""
 
     callback: Any
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return [_plain(param) for param in super().get_params(ctx)]  # type: ignore[misc]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the words; an error names this command, whose help it points to: an option without its value does
@@ -87,27 +123,7 @@ class _Described:
             rest: list[str] = super().parse_args(ctx, args)  # type: ignore[misc]
             return rest
         except typer.TyperException as error:
-            if getattr(error, "ctx", None) is None:
-                error.ctx = ctx  # type: ignore[attr-defined]
-            raise
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
-        for param in params:
-            if "process_value" not in vars(param):
-                param.process_value = functools.partial(self._value_of, param, param.process_value)
-        return params
-
-    def _value_of(self, param: Any, convert: Callable[[Any, Any], Any], context: Any, value: Any) -> Any:
-        """The value of a parameter; one that was not given, or has the wanted type as it is, needs no converting.
-
-        `convert`, which is typer's, imports pydantic and makes a validator of each parameter: a quarter of what a
-        command took to start. What options mean is read where they are declared (`core/options`) anyway.
-        """
-        is_ready = type(value) is param.type_descriptor.annotation or (value is None and not param.required)
-        if not is_ready:
-            return convert(context, value)
-        return param.callback(context, param, value) if value and param.callback else value
+            raise usage_error(error, ctx) from error
 
     @property
     def options(self) -> Mapping[str, Option]:
@@ -153,6 +169,13 @@ class _Described:
             formatter.write_paragraph()
         for line in lines:
             formatter.write_text(line)
+
+
+def usage_error(error: typer.TyperException, context: Any = None) -> UsageError:
+    """Return typer's error as one of ours. `context`: of the command, where the error names none."""
+    context = getattr(error, "ctx", None) or context
+    path = context.command_path if context else "kvtool"
+    return UsageError(error.format_message(), f"`{path} --help` shows what is possible")
 
 
 class Command(_Described, typer.core.TyperCommand):
@@ -210,12 +233,9 @@ def everywhere() -> list[tuple[str, str]]:
 
 
 def _record(param: Any, context: Any, synonyms: tuple[str, ...]) -> tuple[str, str] | None:
-    every = param.opts
-    param.opts = [flag for flag in every if flag not in synonyms]
-    try:
-        record = param.get_help_record(context)
-    finally:
-        param.opts = every
+    shown = copy.copy(param)
+    shown.opts = [flag for flag in param.opts if flag not in synonyms]
+    record = shown.get_help_record(context)
     return record and (re.sub(r" <[^>]*>", "", record[0]), record[1])
 
 

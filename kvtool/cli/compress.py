@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from kvtool.cli.commands import new_app
 from kvtool.cli.options import ManyValues, Run, takes, tell_budget
-from kvtool.cli.out import JobView
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.codec.levels import DEFAULT_LOSSY, enough_loss, level_of, shown_loss
 from kvtool.core.common.sizes import counted, shown_size
@@ -45,8 +44,8 @@ def compress(run: Run) -> None:
 def _compress(run: Run, options: CompressOptions) -> CompressReport:
     from kvtool.core.compress.job import compress as run_compress
 
-    with JobView(run.out) as view:
-        return run_compress(run.folder, options, view.events)
+    with run.out.job() as events:
+        return run_compress(run.folder, options, events)
 
 
 def _agrees(run: Run, question: str) -> bool:

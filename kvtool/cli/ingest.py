@@ -10,7 +10,7 @@ import typer
 
 from kvtool.cli.commands import new_app
 from kvtool.cli.options import Run, takes, tell_budget
-from kvtool.cli.out import JobView, error_json
+from kvtool.cli.out import error_json
 from kvtool.cli.terminal import one_line
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.codec.levels import level_of, shown_loss
@@ -75,9 +75,8 @@ def _ingest(run: Run, options: IngestOptions) -> IngestReport:
         if book:
             book.event("status", message="started", store=str(place), paths=list(map(str, options.paths)))
         run.out.doing("reading files")
-        with JobView(run.out) as view:
-            events = book.listening(view.events) if book else view.events
-            report = run_ingest(place, options, events)
+        with run.out.job() as events:
+            report = run_ingest(place, options, book.listening(events) if book else events)
         if book:
             book.event("summary", **report.to_json(), exit_code=_code(report))
         return report
@@ -122,7 +121,7 @@ def _show(run: Run, report: IngestReport) -> None:
         f"{report.tokens:,} tokens{rate}, {report.kv_bytes / 1e6:,.1f} MB of KV, {report.seconds:.1f} s in all"
     )
     if run.out.verbosity > 0 or is_mostly_beside(report):
-        run.out.print(time_of(report))
+        run.out.prose(time_of(report))
 
 
 def known_failures(report: IngestReport) -> str:

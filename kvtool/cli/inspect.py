@@ -13,7 +13,6 @@ import typer.main
 
 from kvtool.cli.commands import LazyGroup, new_app
 from kvtool.cli.options import ManyValues, Question, Run, is_flag, open_any_store, takes
-from kvtool.cli.out import JobView
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.errors import KvtoolError
 from kvtool.core.remote.options import RemoteOptions
@@ -33,9 +32,7 @@ class Reports(LazyGroup):
             self.add_command(typer.core.TyperCommand(name, hidden=True, rich_markup_mode=None))
 
     def load(self, name: str) -> Any:
-        command = typer.main.get_command(report_app(load_report(name)))
-        command.name = name
-        return command
+        return typer.main.get_command(report_app(load_report(name)))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, self._name_first(args))
@@ -85,8 +82,8 @@ def report_app(report: Report) -> typer.Typer:
 
 def show(run: Run, report: Report, about: str | None = None) -> int | None:
     html = run.get(PageOptions).html  # refused before anything is computed
-    with open_any_store(run) as store, JobView(run.out) as view:
-        result = report.find(ReportContext(store, run.resolved, view.events, about))
+    with open_any_store(run) as store, run.out.job() as events:
+        result = report.find(ReportContext(store, run.resolved, events, about))
         if html is not None:
             _write(run, html, result)
     run.out.result(result.value, human=lambda: _show(run, result.summary))

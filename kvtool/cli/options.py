@@ -23,8 +23,10 @@ variable or a file says and the command has no flag for. An exit code other than
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import os
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -37,10 +39,12 @@ import typer.core
 from kvtool.cli.commands import EVERYWHERE, HELP_ALL, Command
 from kvtool.cli.out import Mode, Out
 from kvtool.core.cache.options import LockOptions, StoreOptions
+from kvtool.core.common.collecting import paused_collection
 from kvtool.core.common.machine import FEATURES, lacks_avx2
 from kvtool.core.common.plugins import troubles
 from kvtool.core.common.sizes import shown_size
 from kvtool.core.common.switches import check_switches
+from kvtool.core.common.timeline import Timeline, add_span
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
@@ -52,6 +56,8 @@ from kvtool.serve.options import KeepOptions, ServeOptions
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
+    from kvtool.core.retrieval.finder import Finder
+    from kvtool.core.session.session import Session
 
 
 R = TypeVar("R")
@@ -256,6 +262,39 @@ def open_any_store(run: Run) -> Store:
 
     timeout = run.get(RemoteOptions).remote_timeout
     return open_shared(place, timeout=timeout, lock_wait=run.lock_wait, warn=run.out.warning)
+
+
+def load_session(
+    run: Run,
+    store: Store,
+    finder: Finder | None = None,
+    timeline: Timeline | None = None,
+    memory_cache: int | None = None,
+) -> Session:
+    started = time.perf_counter()
+    with paused_collection():
+        importlib.import_module("kvtool.core.query.answer")  # torch and transformers come with it
+        from kvtool.core.fusion.chunk_cache import RecentChunks
+        from kvtool.core.session.session import Session
+    add_span(timeline, "import", started)
+    started = time.perf_counter()
+    session = Session.open(
+        store,
+        run.get(ModelOptions),
+        warn=run.out.warning,
+        finder=finder,
+        say=run.out.status,
+        timeline=timeline,
+        memory_cache=memory_cache,
+        recent_chunks=None if memory_cache is None else RecentChunks(memory_cache),
+    )
+    run.out.doing(f"loading the model {session.identity.model}")
+    loaded = session.decoder.loaded
+    add_span(timeline, "load model", started)
+    run.out.detail(
+        f"{loaded.files.ref} on {loaded.device} in {loaded.arithmetic.dtype}, loaded in {loaded.load_ms:.0f} ms"
+    )
+    return session
 
 
 def tell_budget(run: Run, max_size: int | None) -> None:

@@ -13,25 +13,22 @@ import math
 import os
 import re
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from datetime import timedelta
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import IO, Any, Literal
 
 from kvtool.cli.progress import (
-    ALOUD_EVERY_S,
     EVENT_EVERY_S,
-    PLAIN_EVERY_S,
-    STATUS_EVERY_S,
+    VERBOSE_EVERY_S,
     Bar,
-    Lines,
-    Progress,
+    Log,
+    Screen,
+    can_draw,
     hide_activity,
-    rich_bars,
+    running,
     show_activity,
-    spinning,
+    showing,
 )
 from kvtool.cli.terminal import (
     SafeStream,
@@ -49,9 +46,6 @@ from kvtool.core.common.json_text import escaped
 from kvtool.core.common.types import Events
 from kvtool.core.common.urls import scrubbed
 from kvtool.core.errors import EXIT_DONE, KvtoolError
-
-if TYPE_CHECKING:
-    from rich.progress import Progress as RichProgress
 
 Mode = Literal["human", "json", "jsonl"]
 _VERBOSE = re.compile("-v+|--verbose")
@@ -75,8 +69,6 @@ class Out:
         self.verbosity = verbosity
         self._stdout = SafeStream(sys.stdout if stdout is None else stdout)
         self._stderr = SafeStream(sys.stderr if stderr is None else stderr)
-        self._bars: RichProgress | None = None
-        self._report: Callable[[], str] | None = None  # says how far the present job is, where no bar is drawn
         self._in_line = False  # whether stdout is in the middle of a line
         self._wrap = WordWrap()  # of an answer that streams to a terminal
 
@@ -156,10 +148,9 @@ class Out:
             self._say(text)
 
     def doing(self, text: str) -> None:
-        """Show the present activity: next to the spinner on a terminal, and as a line with -v."""
+        """Show the present activity: next to the spinner or the bar on a terminal, and as a line with -v."""
         self.detail(text)
-        if self._bars is None:
-            show_activity(scrubbed(text), self._report)
+        show_activity(scrubbed(text))
 
     def idle(self) -> None:
         with hide_activity(until_new_words=True):
@@ -168,8 +159,13 @@ class Out:
     def spinning(self, words: str) -> AbstractContextManager[None]:
         """Show a spinner on a terminal while the block runs, elsewhere lines of what takes long; nothing with --quiet,
         and no lines with -v and --jsonl, which have their own."""
-        put = None if self.verbosity > 0 or self.mode == "jsonl" else self.status
-        return nullcontext() if self.verbosity < 0 else spinning(words, self._stderr, put)
+        if self.verbosity >= 0 and can_draw(self._stderr):
+            return showing(Screen(self._stderr), words)
+        if self.verbosity != 0 or self.mode == "jsonl":
+            return nullcontext()
+        log = Log(self._log)
+        log.start()
+        return showing(log, "working")
 
     def detail(self, text: str) -> None:
         if self.verbosity >= 1:
@@ -212,46 +208,56 @@ class Out:
             self.json({"error": facts})
         self.event("error", error=facts)
 
-    @contextmanager
-    def progress(
-        self,
-        label: str,
-        total: float | None = None,
-        unit: str = "tokens",
-        aloud: bool = False,
-        report: Callable[[], str] | None = None,
-    ) -> Iterator[Progress]:
+    def progress(self, label: str, total: float | None = None, unit: str = "tokens") -> AbstractContextManager[Bar]:
         """A bar on a terminal, else a line every half minute, every ten seconds at -v, a status event each second in
-        the jsonl mode.
+        the jsonl mode."""
+        return self._display().bar(one_line(label), total, unit)
 
-        `aloud`: without a terminal, lines come every two seconds. `report`: the text of those lines.
-        """
-        label = one_line(label)
-        dumb = os.environ.get("TERM") == "dumb"
-        if self.verbosity >= 0 and self._bars is None and not dumb and self._stderr.isatty():
-            self.idle()
-            with rich_bars(self._stderr) as self._bars:
-                try:
-                    yield Bar(self._bars, label, total, unit)
-                finally:
-                    self._bars = None
-        elif self.mode == "jsonl":
-            yield Lines(lambda text, facts: self.status(text, **facts), label, total, unit, EVENT_EVERY_S)
-        elif aloud or self.verbosity >= 1:
-            self.idle()
-            every = ALOUD_EVERY_S if aloud else STATUS_EVERY_S
-            yield Lines(lambda text, facts: self.status(text), label, total, unit, every)
-        elif self._bars is not None:
-            yield Lines(None, label, total, unit, PLAIN_EVERY_S)
-        else:
-            lines = Lines(None, label, total, unit, PLAIN_EVERY_S, lambda: show_activity(label, self._report))
-            self._report = report or lines.text
-            show_activity(label, self._report)
-            try:
-                yield lines
-            finally:
-                self._report = None
-                show_activity("working")
+    def _display(self) -> Screen | Log:
+        display = running()
+        if isinstance(display, Screen):
+            return display
+        if self.mode == "jsonl":
+            return Log(lambda text, facts: self.status(text, **facts), EVENT_EVERY_S, EVENT_EVERY_S)
+        if self.verbosity >= 1:
+            return Log(self._log, VERBOSE_EVERY_S, VERBOSE_EVERY_S)
+        return display or Log(lambda text, facts: None)
+
+    def _log(self, text: str, facts: Mapping[str, Any]) -> None:
+        self.status(text)
+
+    @contextmanager
+    def job(self) -> Iterator[Events]:
+        """Show the events of a job: a bar for each step, from when its length is known, warnings, files by name."""
+        bars: list[Bar] = []  # that of the present step
+        with ExitStack() as step_over:
+
+            def step(label: str, total: int, unit: str) -> None:
+                step_over.close()
+                bars[:] = [step_over.enter_context(self.progress(label, total, unit))]
+
+            def expect(total: float) -> None:
+                for bar in bars:
+                    bar.expect(total)
+
+            def advance(count: float) -> None:
+                for bar in bars:
+                    bar.advance(count)
+
+            def say(text: str, hint: str) -> None:
+                for line in filter(None, (text, hint)):
+                    self.status(line)
+
+            yield Events(
+                step=step,
+                expect=expect,
+                advance=advance,
+                status=self.status if self.mode == "jsonl" else self.doing,
+                say=say,
+                warn=self.warning,
+                failed=self.failed,
+                skipped=lambda path, reason: self.detail(one_line(f"skipped {path}: {reason}")),
+            )
 
     def flush(self) -> None:
         self._put("")
@@ -267,26 +273,14 @@ class Out:
         self._write(held + text)
 
     def _write(self, text: str) -> None:
-        shares_terminal = bool(text) and self._stdout.isatty()
-        if shares_terminal and self._bars is not None and text.endswith("\n"):
-            self._above(self._bars, text)
-            return
+        is_shown = self._stdout.isatty() or not self._stderr.isatty()  # what is being done, by its result
         try:
-            is_seen = shares_terminal or (bool(text) and not self._stderr.isatty())  # what is being done, by its result
-            with hide_activity(until_new_words=True) if is_seen else nullcontext():
+            with hide_activity(until_new_words=True) if text and is_shown else nullcontext():
                 self._stdout.write(text)
                 self._stdout.flush()
             self._in_line = not text.endswith("\n") if text else self._in_line
         except (OSError, ValueError) as error:
             self._give_up_stdout(error)
-
-    @staticmethod
-    def _above(bars: RichProgress, text: str) -> None:
-        """Whole lines on a terminal that shows a bar: above it, instead of on its line."""
-        from rich.text import Text
-
-        with suppress(OSError, ValueError):
-            bars.console.print(Text.from_ansi(text.removesuffix("\n")), soft_wrap=True)
 
     def _give_up_stdout(self, error: OSError | ValueError) -> None:
         silence(self._stdout.stream)
@@ -306,11 +300,8 @@ class Out:
         if label and not self._isplain():
             text = f"\x1b[1;{colour}m{label}\x1b[0m{text.removeprefix(label)}"
         with suppress(OSError, ValueError), hide_activity():  # if stderr is closed, too, no warning can be shown
-            if self._bars is not None:
-                self._above(self._bars, text + "\n")
-            else:
-                self._stderr.write(text + "\n")
-                self._stderr.flush()
+            self._stderr.write(text + "\n")
+            self._stderr.flush()
 
     def _marked(self, text: str, colour: int) -> tuple[str, str]:
         if colour and self._isplain():
@@ -319,79 +310,6 @@ class Out:
 
     def _isplain(self) -> bool:
         return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb" or not self._stderr.isatty()
-
-
-class JobView:
-    """View of a job's events: a bar for each step from the moment its length is known, warnings, files by name."""
-
-    def __init__(self, out: Out) -> None:
-        self._out = out
-        self._progress: Any = None
-        self._bar: Progress | None = None
-        self._label, self._doing = "", ""  # of the step; and the present activity
-        self._since = time.monotonic()  # when that began
-        self.events = Events(
-            step=self._step,
-            expect=self._expect,
-            advance=self._advance,
-            status=self._status,
-            say=self._say,
-            warn=self._out.warning,
-            failed=self._out.failed,
-            skipped=lambda path, reason: self._out.detail(one_line(f"skipped {path}: {reason}")),
-        )
-
-    def __enter__(self) -> JobView:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._close(*error)
-
-    def _activity(self) -> str:
-        if self._doing:
-            return f"{self._doing}, for {timedelta(seconds=round(time.monotonic() - self._since))}"
-        bar = self._bar
-        return bar.text() if bar is not None else ""
-
-    def _step(self, label: str, total: int, unit: str) -> None:
-        self._close()
-        self._label, self._doing = label, ""
-        self._progress = self._out.progress(label, total=total, unit=unit, report=self._activity)
-        self._bar = self._progress.__enter__()
-
-    def _close(self, *error: Any) -> None:
-        if self._progress is not None:
-            self._progress.__exit__(*(error or (None, None, None)))
-            self._progress = self._bar = None
-
-    def _expect(self, total: float) -> None:
-        if self._bar is not None:
-            self._bar.expect(total)
-
-    def _advance(self, count: float) -> None:
-        if self._bar is not None:
-            if self._doing:
-                self._doing = ""
-                self._show(self._label, pace=True)
-            self._bar.advance(count)
-
-    def _status(self, text: str) -> None:
-        self._doing, self._since = text, time.monotonic()
-        if self._out.mode == "jsonl":
-            self._out.status(text)
-        else:
-            self._out.doing(text)
-        self._show(text, pace=False)
-
-    def _show(self, text: str, pace: bool) -> None:
-        if isinstance(self._bar, Bar):
-            self._bar.describe(text)
-            self._bar.show_pace(pace)
-
-    def _say(self, text: str, hint: str) -> None:
-        self._out.status(text)
-        if hint:
-            self._out.status(hint)
 
 
 # ---- JSON (`kvtool help json`) ----

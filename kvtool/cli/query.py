@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import gc
-import importlib
 import os
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,9 +18,8 @@ from kvtool.cli.answers import end_answer, show_decision, show_explained, show_n
 from kvtool.cli.batch import answer_batch
 from kvtool.cli.commands import new_app
 from kvtool.cli.keep_alive import answer_by_server, check_keep_alive, is_keep_alive_given
-from kvtool.cli.options import Question, Run, open_any_store, takes
+from kvtool.cli.options import Question, Run, load_session, open_any_store, takes
 from kvtool.core.cache.options import LockOptions, StoreOptions
-from kvtool.core.common.collecting import paused_collection
 from kvtool.core.common.timeline import Timeline, add_span, process_started
 from kvtool.core.errors import KvtoolError, UsageError, did_you_mean
 from kvtool.core.fusion.selectors import FUSIONS, REFERENCE
@@ -34,11 +31,9 @@ from kvtool.core.remote.options import RemoteOptions
 from kvtool.serve.options import KeepOptions
 
 if TYPE_CHECKING:
-    from kvtool.core.cache.store import Store
     from kvtool.core.evaluate.audits import Audit
     from kvtool.core.query.reply import Reply
     from kvtool.core.query.retrieve import Retrieved
-    from kvtool.core.retrieval.finder import Finder
     from kvtool.core.session.session import Session
 
 
@@ -102,46 +97,16 @@ def query(
         from kvtool.core.session.identity import store_identity
 
         finder = Finder(store, run.out.warning)
-        load_session = functools.partial(_load_session, run, store, finder, timeline)
         if flags.batch is not None:
-            return answer_batch(run, store, finder, requests, options, modes, timeline, load_session)
+            return answer_batch(run, store, finder, requests, options, modes, timeline)
         retrieved = retrieve(store, finder, requests[0], options, timeline=timeline)
         options.check_of(store_identity(store), modes or ())  # before the model is loaded
-        session = load_session()
+        session = load_session(run, store, finder, timeline)
         if modes is None:
             _answer(run, session, requests[0], options, retrieved)
         else:
             _compare(run, session, requests[0], options, modes, retrieved)
     return None
-
-
-def _load_session(
-    run: Run, store: Store, finder: Finder, timeline: Timeline | None, memory_cache: int | None = None
-) -> Session:
-    started = time.perf_counter()
-    with paused_collection():
-        importlib.import_module("kvtool.core.query.answer")  # torch and transformers come with it
-        from kvtool.core.fusion.chunk_cache import RecentChunks
-        from kvtool.core.session.session import Session
-    add_span(timeline, "import", started)
-    started = time.perf_counter()
-    session = Session.open(
-        store,
-        run.get(ModelOptions),
-        warn=run.out.warning,
-        finder=finder,
-        say=run.out.status,
-        timeline=timeline,
-        memory_cache=memory_cache,
-        recent_chunks=None if memory_cache is None else RecentChunks(memory_cache),
-    )
-    run.out.doing(f"loading the model {session.identity.model}")
-    loaded = session.decoder.loaded
-    add_span(timeline, "load model", started)
-    run.out.detail(
-        f"{loaded.files.ref} on {loaded.device} in {loaded.arithmetic.dtype}, loaded in {loaded.load_ms:.0f} ms"
-    )
-    return session
 
 
 def _answer(run: Run, session: Session, request: Request, options: QueryOptions, retrieved: Retrieved) -> None:

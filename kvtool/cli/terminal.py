@@ -212,14 +212,11 @@ def render_table(columns: Sequence[str], rows: list[list[Any]], title: str, stre
 
     canvas = io.StringIO()
     console = Console(file=canvas, force_terminal=True, markup=False, highlight=False, emoji=False)
-    if _wide(drawn) + len(drawn) + 2 <= console.width:  # the roomy form has a blank more, and edges
-        console.print(_table(drawn, title))
-    else:
-        for number, band in enumerate(_bands(drawn, console.width)):
-            if number or not title:
-                console.print()
-            console.print(_table(band, "" if number else title, console.width))
-        console.print()
+    for number, band in enumerate(_bands(drawn, console.width)):
+        if number or not title:
+            console.print()
+        console.print(_table(band, "" if number else title, console.width))
+    console.print()
     return "".join(line.rstrip() + "\n" for line in canvas.getvalue().splitlines())
 
 
@@ -249,10 +246,6 @@ def _lines(columns: Sequence[_Column]) -> Iterator[str]:
         yield (" " * _GAP).join(padded).rstrip() + "\n"
 
 
-def _wide(columns: Sequence[_Column]) -> int:
-    return sum(column.natural + _GAP for column in columns)
-
-
 def _bands(columns: list[_Column], width: int) -> Iterator[list[_Column]]:
     """All columns where they fit when folded, else as many at a time as fit unfolded, each after the first column."""
     if sum(column.least + _GAP for column in columns) - _GAP <= width:
@@ -260,7 +253,7 @@ def _bands(columns: list[_Column], width: int) -> Iterator[list[_Column]]:
         return
     first, band = columns[0], columns[:1]
     for column in columns[1:]:
-        if len(band) > 1 and _wide([*band, column]) - _GAP > width:
+        if len(band) > 1 and sum(each.natural + _GAP for each in (*band, column)) - _GAP > width:
             yield band
             band = [first]
         band.append(column)
@@ -276,20 +269,14 @@ def _fitted(columns: Sequence[_Column], width: int) -> list[int]:
     return widths
 
 
-def _table(columns: Sequence[_Column], title: str, width: int | None = None) -> Table:
+def _table(columns: Sequence[_Column], title: str, width: int) -> Table:
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        pad_edge=width is None,
-        show_edge=width is None,
-        padding=(0, 1) if width is None else (0, _GAP - 1, 0, 0),
-        title=Text(title) if title else None,
-    )
-    widths = [None] * len(columns) if width is None else _fitted(columns, width)
-    for column, cells in zip(columns, widths, strict=True):
+    padding, heading = (0, _GAP - 1, 0, 0), Text(title) if title else None
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=padding, title=heading)
+    for column, cells in zip(columns, _fitted(columns, width), strict=True):
         table.add_column(Text(column.name), justify="right" if column.numbers else "left", overflow="fold", width=cells)
     for row in zip(*(column.cells for column in columns), strict=True):
         table.add_row(*map(Text, row))

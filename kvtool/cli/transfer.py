@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvtool.cli.options import Run, takes, tell_budget
-from kvtool.cli.out import JobView
 from kvtool.cli.terminal import one_line
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.common.sizes import counted
@@ -37,8 +36,8 @@ def push(run: Run, url: Url) -> int | None:
     """Upload what a shared store (S3, Redis, a folder) lacks. Run it again to resume."""
     from kvtool.core.remote.push import push_to
 
-    with JobView(run.out) as view:
-        report = push_to(url, run.folder, run.get(PushOptions), view.events)
+    with run.out.job() as events:
+        report = push_to(url, run.folder, run.get(PushOptions), events)
     return show_transfers(run, [report], report.to_json())
 
 
@@ -50,8 +49,8 @@ def pull(run: Run, url: Url) -> int | None:
     options = run.get(PullOptions)
     if not options.dry_run:
         tell_budget(run, options.max_size)
-    with JobView(run.out) as view:
-        report = pull_from(url, run.folder, options, view.events, run.get(StoreOptions))
+    with run.out.job() as events:
+        report = pull_from(url, run.folder, options, events, run.get(StoreOptions))
     return show_transfers(run, [report], report.to_json())
 
 
@@ -127,8 +126,8 @@ def export(run: Run, pack: Pack) -> int | None:
     """Write documents, chunks and their KV to one file, a pack."""
     from kvtool.core.remote.export import export as run_export
 
-    with JobView(run.out) as view:
-        report = run_export(run.folder, pack, run.get(ExportOptions), view.events)
+    with run.out.job() as events:
+        report = run_export(run.folder, pack, run.get(ExportOptions), events)
     for row in report.damaged:
         run.out.warning(f"left out: {row['subject']}: {row['reason']}")
 
@@ -159,8 +158,8 @@ def import_(run: Run, sources: Sources) -> int | None:
 
     options = run.get(ImportOptions)
     tell_budget(run, options.max_size)
-    with JobView(run.out) as view:
-        reports = import_sources(run.folder, sources, options, run.get(StoreOptions), view.events)
+    with run.out.job() as events:
+        reports = import_sources(run.folder, sources, options, run.get(StoreOptions), events)
     with Store.open(run.folder) as store:
         made = computed_by(store, store_identity(store))
     if len(several := makers(made)) > 1:

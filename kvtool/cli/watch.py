@@ -12,7 +12,6 @@ import typer
 from kvtool.cli.commands import new_app
 from kvtool.cli.ingest import known_failures
 from kvtool.cli.options import Run, takes, tell_budget
-from kvtool.cli.out import JobView
 from kvtool.cli.terminal import one_line
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.common.sizes import counted
@@ -73,8 +72,8 @@ def _watch(run: Run, options: WatchOptions) -> NoReturn:
 
 
 def _round(run: Run, watcher: Watcher, done: Documents, catching_up: bool = False) -> IngestReport | None:
-    with JobView(run.out) as view:
-        report = watcher.round(replace(view.events, took=_teller(run, quiet=catching_up)))
+    with run.out.job() as events:
+        report = watcher.round(replace(events, took=_teller(run, quiet=catching_up)))
     if report is not None:
         run.out.event("summary", **report.to_json())
         for name, count in asdict(report.documents).items():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 _BARS = "▁▂▃▄▅▆▇█"
+_NUMBER = re.compile(r"(?:(\d[\d,]*(?:\.\d+)?)[%x]?(?: \[.*)?|-[\d.,%]*)?")  # or none, or one below 0
 _STYLE = """
 :root { color-scheme: light dark }
 body { font: 14px/1.5 ui-monospace, monospace; max-width: 70rem; margin: 1rem auto; padding: 0 1rem }
@@ -15,6 +17,8 @@ p, blockquote { white-space: pre-wrap; overflow-wrap: anywhere; margin: 0 }
 div { overflow-x: auto; margin: 1rem 0 }
 caption { text-align: left; font-weight: bold }
 th, td { padding: 0 1rem 0 0; text-align: left; white-space: nowrap }
+td { background: linear-gradient(#48f6 0 0) no-repeat 0 / calc(var(--share, 0) * (100% - 1rem)) 85% }
+td[style] { min-width: 6rem }
 """
 
 
@@ -60,9 +64,22 @@ def _part(part: Shown) -> str:
         return f"<p>{escape(part)}</p>"
     if isinstance(part, Quote):
         return f"<blockquote>{escape(part.text)}</blockquote>"
-    rows = "\n".join([_row("th", part.head), *(_row("td", row) for row in part.rows)])
-    return f"<div><table><caption>{escape(part.title)}</caption>\n{rows}\n</table></div>"
+    names, *columns = zip(*part.rows, strict=True) if part.rows else [()]
+    rows = zip(_cells(names), *map(_bars, columns), strict=True)
+    head = "".join(f"<th>{escape(name)}</th>" for name in part.head)
+    lines = "\n".join(f"<tr>{row}</tr>" for row in (head, *map("".join, rows)))
+    return f"<div><table><caption>{escape(part.title)}</caption>\n{lines}\n</table></div>"
 
 
-def _row(kind: str, cells: Sequence[object]) -> str:
-    return "<tr>" + "".join(f"<{kind}>{escape(str(cell))}</{kind}>" for cell in cells) + "</tr>"
+def _cells(column: Sequence[object]) -> list[str]:
+    return [f"<td>{escape(str(cell))}</td>" for cell in column]
+
+
+def _bars(column: Sequence[object]) -> list[str]:
+    """Plot a column of numbers as bars behind them, from 0 to the largest; other columns stay as they are."""
+    matches = [_NUMBER.fullmatch(str(cell)) for cell in column]
+    numbers = [float(match[1].replace(",", "")) if match and match[1] else 0.0 for match in matches]
+    if None in matches or not (most := max(numbers, default=0.0)):
+        return _cells(column)
+    cells = zip(numbers, _cells(column), strict=True)
+    return [f'<td style="--share:{number / most:.3f}"{cell[3:]}' for number, cell in cells]

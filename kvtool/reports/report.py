@@ -97,7 +97,7 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class PageOptions(Options, settings=False, group="Page"):
-    html: Path | None = option(None, "Also write an HTML page with all tables.", metavar="FILE", unit="path")
+    html: Path | None = option(None, "Also write an HTML page with all tables and plots.", metavar="FILE", unit="path")
 
     def check(self) -> None:
         if self.html is not None and (self.html.is_dir() or not self.html.absolute().parent.is_dir()):

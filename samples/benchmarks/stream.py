@@ -70,7 +70,7 @@ def simulate_all(given: argparse.Namespace, out: Out) -> None:
         write_traces(given.write_traces)
     traces = [read_trace(path) for path in given.trace] if given.trace else generate()
     streamed = context_of(given)
-    with out.progress("simulate", total=len(traces) * len(options.slo_ms), unit="traces", aloud=True) as bar:
+    with out.progress("simulate", total=len(traces) * len(options.slo_ms), unit="traces") as bar:
         result = bench_stream(streamed, traces, options, lambda: bar.advance(1))
     out.result(result.to_json(), human=lambda: show(out, result))
 

@@ -7,10 +7,10 @@ import re
 
 import pytest
 
-from kvtool.cli import reference
 from kvtool.cli.app import main
 from kvtool.cli.help import _PAGE_LINK, TOPICS, page
 from kvtool.cli.out import SCHEMA, Out
+from samples.tools import reference
 from tests.cli.working import kvtool
 
 Capture = pytest.CaptureFixture[str]

@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from subprocess import PIPE
+from typing import cast
 
 import pytest
 
 from kvtool.cli import progress
 from kvtool.cli.app import load_command
-from kvtool.cli.out import JobView, Out
-from kvtool.cli.terminal import SafeStream
+from kvtool.cli.out import Out
+from kvtool.cli.progress import Log
 from tests.cli.conftest import Make, Terminal
 from tests.cli.working import QUESTION, SHORT, in_terminal
 
@@ -24,15 +25,15 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
     """One on which a spinner says "starting" at once."""
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(progress, "PATIENCE_S", 0.0)
-    monkeypatch.setattr(progress, "_FRAME_EVERY_S", 0.001)
+    monkeypatch.setattr(progress, "_FRAMES_PER_S", 1000.0)
     terminal = Terminal(tty=True)
-    with progress.spinning("starting", SafeStream(terminal)):
+    with Out(stderr=terminal).spinning("starting"):
         wait_for(terminal, "starting")
         yield terminal
 
 
 def line_of(terminal: Terminal) -> str:
-    return terminal.text.rsplit("\n", 1)[-1].rsplit("\r\x1b[2K", 1)[-1]
+    return re.split(r"\n|\x1b\[2K", re.sub(r"\x1b\[\?25[lh]", "", terminal.text))[-1]
 
 
 def wait_for(terminal: Terminal, words: str) -> None:
@@ -79,9 +80,9 @@ def test_a_terminal_without_utf_8_has_plain_frames(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(progress, "PATIENCE_S", 0.0)
     terminal = Terminal("ascii", tty=True)
-    with progress.spinning("starting", SafeStream(terminal)):
+    with Out(stderr=terminal).spinning("starting"):
         wait_for(terminal, "starting")
-    assert "?" not in terminal.text
+    assert "?" not in terminal.text.replace("\x1b[?25", "")
     assert line_of(terminal) == ""
 
 
@@ -92,7 +93,7 @@ def test_a_question_on_a_terminal_is_never_silent_for_long(store: Path) -> None:
     shown = done.err
     assert "starting" in shown
     assert re.search(r"loading the model|answering", shown)
-    last = shown.rsplit("\r\x1b[2K", 1)[1]
+    last = shown.rsplit("\x1b[2K", 1)[1]
     assert "starting" not in last
     assert "first token after" in shown
 
@@ -113,27 +114,34 @@ def test_quiet_a_dumb_terminal_and_a_quick_command_have_none(
 def test_a_bar_on_a_terminal(encoding: str, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     out, stdout, stderr = make(encoding=encoding, tty=True)
-    with out.progress("prefill [x]", total=100) as bar:
+    with out.spinning("starting"), out.progress("prefill [x]", total=100) as bar:
         bar.advance(60)
         bar.expect(90)
         bar.describe("문서\n이름")
         out.warning("odd [red]name[/red]")
     assert "60/90 tokens, " in stderr.text
     assert "tokens/s" in stderr.text
-    assert "odd [red]name[/red]" in stderr.text
+    warning = stderr.text.partition("odd [red]name[/red]")[0].rpartition("\x1b[2K")[2]
+    assert "tokens" not in warning  # the bar was taken away
     assert stdout.text == ""
-    assert out._bars is None
 
 
-def test_a_result_does_not_stand_behind_a_bar(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_within_a_step_has_no_bar(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    out, stdout, stderr = make(tty=True)
+    out, _, stderr = make(tty=True)
+    with out.spinning("starting"), out.progress("questions", total=2), out.progress("tokens", total=3) as inner:
+        inner.advance(3)
+    assert "0/2" in stderr.text
+    assert "/3" not in stderr.text
+
+
+def test_a_result_does_not_stand_behind_a_bar(terminal: Terminal) -> None:
+    out = Out(stdout=terminal, stderr=terminal)
     with out.progress("questions", total=2) as bar:
         bar.advance(1)
         out.json({"answer": "x" * 200})
-    said = stdout.text + stderr.text
-    line = next(line for line in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", said).splitlines() if "answer" in line)
-    assert json.loads(line.split("\r")[-1])["answer"] == "x" * 200
+    line = next(line for line in terminal.text.splitlines() if "answer" in line)
+    assert json.loads(line.split("\x1b[2K")[-1])["answer"] == "x" * 200
 
 
 def test_a_slow_bar_does_not_seem_to_stand() -> None:
@@ -164,70 +172,41 @@ def test_a_line_now_and_then_at_v(make: Make, monkeypatch: pytest.MonkeyPatch) -
     assert stderr.text == ("prefill: 200/400 tokens, 20 tokens/s, 0:00:10 left\nprefill: 400/400 tokens, 16 tokens/s\n")
 
 
-def test_the_time_left_runs_down_between_steps_that_take_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
-    pace = progress.Pace(4000, "tokens")
-    assert (pace.speed, pace.left, pace.text()) == (None, None, "0/4,000 tokens")
-    left = []
-    for step in range(1, 8):
-        clock.now = 100.0 * step
-        pace.advance(500)
-        assert pace.speed == pytest.approx(5)
-        for clock.now in (100.0 * step, 100.0 * step + 50):
-            left.append(pace.left)
-    assert left == pytest.approx([800 - 50.0 * step for step in range(2, 16)])
-    pace.total = 3500
-    assert pace.left == 0
-    assert pace.text() == "3,500/3,500 tokens, 5.0 tokens/s"
-
-
 def test_no_time_is_foretold_by_the_first_steps_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one is slow, as the model has to warm up: it would say two hours."""
     clock = Clock(monkeypatch)
-    pace = progress.Pace(40_000, "tokens")
-    said = []
-    for clock.now in (20.0, 21.0, 22.0):
-        pace.advance(100)
-        said.append((pace.left is None, "left" in pace.text()))
-    assert said == [(True, False), (True, False), (False, True)]
-    few = progress.Pace(1000, "tokens")
-    clock.now = 30.0
-    few.advance(100)
-    assert few.left is not None  # a tenth of the work
+    with Log(lambda text, facts: None).bar("KV", 8000, "tokens") as bar:
+        assert bar.text() == "KV: 0/8,000 tokens"
+        for clock.now in (20.0, 21.0, 22.0):
+            bar.advance(100)
+            assert "left" not in bar.text()
+        bar.advance(100)
+        assert bar.text() == "KV: 400/8,000 tokens, 18 tokens/s, 0:06:58 left"
+        bar.expect(800)
+        assert bar.text() == "KV: 400/800 tokens, 18 tokens/s, 0:00:22 left"
 
 
-def test_what_still_works_has_not_0_seconds_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_speed_is_known_where_each_step_takes_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    pace = progress.Pace(1000, "tokens")
-    clock.now = 9.0
-    pace.advance(900)
-    assert pace.text() == "900/1,000 tokens, 100 tokens/s, 0:00:01 left"
-    clock.now = 15.0
-    assert pace.text() == "900/1,000 tokens, 100 tokens/s, finishing"
-
-
-def test_the_speed_is_that_of_the_last_minute(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
-    pace = progress.Pace(None, "tokens")
-    for step in range(1, 601):
-        clock.now = float(step)
-        pace.advance(1000 if step <= 300 else 10)
-    assert pace.speed == pytest.approx(10)
+    with Log(lambda text, facts: None).bar("KV", 4000, "tokens") as bar:
+        for step in range(1, 9):
+            clock.now = 140.0 * step
+            bar.advance(500)
+            assert bar.task.speed == pytest.approx(500 / 140)
 
 
 @pytest.fixture
 def ticking(make: Make, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Out, Callable[[float], list[str]]]]:
     """An output to a pipe, and what it says in so many seconds of a clock that only the test moves."""
     clock = Clock(monkeypatch)
-    monkeypatch.setattr(progress.Ticker, "_run", lambda self: None)
+    monkeypatch.setattr(Log, "_run", lambda self: None)
     out, _, stderr = make()
 
     def pass_time(seconds: float) -> list[str]:
         before = len(stderr.text.splitlines())
         for _ in range(round(seconds)):
             clock.now += 1
-            (ticker,) = progress._running
-            ticker.tick()  # type: ignore[union-attr]
+            cast(Log, progress.running()).tick()
         return stderr.text.splitlines()[before:]
 
     with out.spinning("starting"):
@@ -256,15 +235,15 @@ def test_what_takes_long_says_so_in_a_pipe(ticking: Ticking) -> None:
 
 def test_a_job_says_its_pace_in_a_pipe(ticking: Ticking) -> None:
     out, pass_time = ticking
-    with JobView(out) as view:
-        view.events.step("computing KV", 500, "tokens")
-        view.events.status("loading the model")
-        assert pass_time(5) == ["loading the model, for 0:00:05"]
-        view.events.advance(100)
+    with out.job() as events:
+        events.step("computing KV", 500, "tokens")
+        events.status("loading the model")
+        assert pass_time(5) == ["loading the model"]
+        events.advance(100)
         assert [line.split(", ")[0] for line in pass_time(5)] == ["computing KV: 100/500 tokens"]
         said = []
         for _ in range(10):
-            view.events.advance(10)
+            events.advance(10)
             said += pass_time(6)
         assert [line.split(", ")[0] for line in said] == [f"computing KV: {n}/500 tokens" for n in (150, 200)]
     assert pass_time(5) == ["working"]
@@ -277,34 +256,36 @@ def test_lines_of_what_takes_long_are_for_people_in_a_pipe(make: Make, monkeypat
     for mode, verbosity, tty in (*shown, *hidden):
         out, _, _ = make(mode, verbosity, tty=tty)
         with out.spinning("starting"):
-            says = any(isinstance(one, progress.Ticker) for one in progress._running)
-        assert says == ((mode, verbosity, tty) in shown)
+            assert isinstance(progress.running(), Log) == ((mode, verbosity, tty) in shown)
     for args, verbosity in ((["x", "-v"], 1), (["x", "-vv"], 1), (["-q"], -1), (["x", "--", "-v"], 0)):
         assert Out.asked(args).verbosity == verbosity
 
 
-def test_the_thread_of_a_pipe_says_a_line(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "PLAIN_AFTER_S", 0.0)
-    out, _, stderr = make()
-    with out.spinning("starting"):
-        while "working" not in stderr.text:
+def test_the_thread_of_a_pipe_says_a_line() -> None:
+    lines: list[str] = []
+    log = Log(lambda text, facts: lines.append(text), after=0.0)
+    log.start()
+    with progress.showing(log, "working"):
+        while not lines:
             time.sleep(0.001)
+    assert lines[0] == "working"
 
 
 def test_phases_are_events_in_jsonl_and_words_beside_the_bar(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
 
     def run(out: Out) -> None:
-        with JobView(out) as view:
-            view.events.step("computing KV", 4, "tokens")
-            view.events.advance(4)
-            view.events.status("trying the model")
+        with out.job() as events:
+            events.step("computing KV", 4, "tokens")
+            events.advance(4)
+            events.status("trying the model")
 
     out, stdout, _ = make("jsonl")
     run(out)
     assert "trying the model" in [json.loads(line)["message"] for line in stdout.text.splitlines()]
     out, _, stderr = make(tty=True)
-    run(out)
+    with out.spinning("starting"):
+        run(out)
     assert "trying the model" in stderr.text
 
 

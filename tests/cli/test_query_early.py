@@ -88,5 +88,5 @@ def test_an_interrupted_question(store: Path, monkeypatch: pytest.MonkeyPatch) -
     def interrupt(*given: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(query, "_load_session", interrupt)
+    monkeypatch.setattr(query, "load_session", interrupt)
     assert "committed" not in kvtool("query", QUESTION, "--store", store).failed(130, "the store is unchanged").err

@@ -44,6 +44,18 @@ def test_a_page_shows_all_parts_and_fetches_nothing() -> None:
     assert 'name="viewport"' in html
 
 
+def test_numbers_are_plotted_as_bars_and_other_cells_are_not() -> None:
+    rows = (
+        ("1", "1,200", "5%", "a", "0.2 [0, 1]", "1 MB"),
+        ("2", "", "10%", "-", "0.4", "9 kB"),
+        ("3", -600, "0%", "3", "-", "-"),
+    )
+    html = page("Title", {}, (Table(("layer", "tokens", "share", "name", "F1", "size"), rows),))
+    assert re.findall(r"<td>([^<]*)", html) == ["1", "a", "1 MB", "2", "-", "9 kB", "3", "3", "-"]
+    shares = re.findall(r'<td style="--share:([\d.]+)">', html)
+    assert shares == ["1.000", "0.500", "0.500", "0.000", "1.000", "1.000", "0.000", "0.000", "0.000"]
+
+
 def test_sparklines() -> None:
     assert sparkline([0, None, 0.5, 1]) == "▁ ▄█"
     assert sparkline([0.0, 0.0]) == "▁▁"

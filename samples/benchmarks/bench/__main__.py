@@ -54,7 +54,7 @@ def ingest(run: Run) -> None:
         files = files_of(store, session.identity, options.tokens)
         if not files:
             raise KvtoolError("the store holds no documents", "run `kvtool ingest PATH` first")
-        with run.out.progress("measure", total=passes(options.repeat), unit="passes", aloud=True) as bar:
+        with run.out.progress("measure", total=passes(options.repeat), unit="passes") as bar:
             events = Events(status=bar.describe, advance=bar.advance)
             result = bench_ingest(session.decoder, session.identity, files, options.repeat, events)
     run.out.result(result, human=lambda: _show_ingest(run, result))
@@ -114,7 +114,7 @@ def codec(run: Run) -> None:
     options, dtype = run.get(CodecBenchOptions), run.get(ModelOptions).dtype
     with (
         Store.open(run.folder) as store,
-        run.out.progress("measure", total=options.repeat + 1, unit="rounds", aloud=True) as bar,
+        run.out.progress("measure", total=options.repeat + 1, unit="rounds") as bar,
     ):
         events = Events(status=bar.describe, advance=bar.advance)
         result = bench_codec(store, options.tokens, options.repeat, options.threads, events, dtype)
@@ -164,7 +164,7 @@ def fusion(run: Run) -> None:
         query=run.get(QueryOptions),
         skip_full_above=wanted.skip_full_above,
     )
-    with run.out.progress("measure", total=passes(options), unit="passes", aloud=True) as bar:
+    with run.out.progress("measure", total=passes(options), unit="passes") as bar:
         result = _measured(run, wanted.shape, options, Events(status=bar.describe, advance=bar.advance))
     for note in result["notes"]:
         run.out.warning(note)

@@ -1,17 +1,23 @@
-"""The command reference, made from what the commands declare: `python -m kvtool.cli.reference` writes the page."""
+"""Write the command reference, made from what the commands declare.
+
+python samples/tools/reference.py
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kvtool.cli.app import COMMANDS, load_command
 from kvtool.cli.commands import Described, LazyGroup, described, everywhere
 from kvtool.cli.options import ANYWHERE, described_option
 from kvtool.core.options.option import Option, options_of
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "reference.md"
+PAGE = Path(__file__).resolve().parents[2] / "kvtool" / "docs" / "reference" / "reference.md"
 _HEAD = """\
 # Command reference
 
