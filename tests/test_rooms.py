@@ -35,8 +35,8 @@ ORDER = (
 )
 # Rooms of one floor: none of them imports another.
 APART = ({"ingest", "compress", "query"}, {"codec", "model", "corpus", "streaming"})
-# The most lines that each room, the product and the tests may have. A commit may lower a number; it may raise one by the
-# lines of an addition (`CONTRIBUTING.md` lists the kinds), or by lowering another as much.
+# The most lines that each room, the product and the tests may have. A commit may lower a number; it may raise one by
+# the lines of an addition (`CONTRIBUTING.md` lists the kinds), or by lowering another as much.
 LINES = {
     "agent": 657,
     "api": 385,

@@ -199,7 +199,7 @@ def _show_fusion(run: Run, result: Mapping[str, Any]) -> None:
     ModelOptions,
 )
 def decode(run: Run) -> None:
-    """Measure the speed of decoding after a prompt, by parts.
+    """Measure the speed of decoding after a prompt.
 
     Compiled decoding and the model's own forward take turns, token by token, next to a plain copy in the same run.
     The model is smollm2 unless --model or --shape names another.
@@ -249,9 +249,6 @@ def _show_decode(run: Run, result: Mapping[str, Any]) -> None:
         for row in result["rows"]
     ]
     run.out.table(("stepper", "tokens/s", "ms", "CPU ms", "first ms", "GB/s read", "of a copy's"), rows)
-    if result["parts"]:
-        parts = [(row["part"], f"{row['part_ms']:.2f}", f"{row['bytes_read'] / 1e6:.1f}") for row in result["parts"]]
-        run.out.table(("part", "ms", "MB"), parts)
     model, _, dtype = result["resolved"].values()
     run.out.print(
         f"{model} in {dtype}, {result['context']} tokens before {result['new_tokens']} steps; "

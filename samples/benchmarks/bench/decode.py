@@ -1,12 +1,11 @@
-"""Decoding speed, token by token: each stepper, its parts, and the bytes that it has to read."""
+"""Decoding speed, token by token: each stepper, and the bytes that it has to read."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +13,7 @@ import torch
 from kvtool.core.common.types import Events
 from kvtool.core.errors import UsageError
 from kvtool.core.model.decode import DecodeBackend, TorchBackend, decode_backend
-from kvtool.core.model.decode.native import PARTS, CompiledModel, compiled_model
+from kvtool.core.model.decode.native import compiled_model
 from kvtool.core.model.prompt_cache import PromptCache
 from samples.benchmarks.bench.machine import Host, copied_bytes_per_s
 
@@ -26,7 +25,6 @@ INCLUDES = (
     "a step is one token through the whole model after a cache of random tokens, logits included; steppers take "
     "turns, token by token, and medians are shown. bytes: weights and the cache's rows, each read once."
 )
-_PART_TIMES = 9
 _PREFILLED = 512  # tokens
 
 
@@ -68,7 +66,6 @@ def bench_decode(decoder: Decoder, options: DecodeOptions, events: Events) -> di
     memcpy = copied_bytes_per_s()
     kv_bytes = decoder.kv_bytes(options.context)
     read = None if found is None else found.weights_bytes + kv_bytes
-    parts = _parts(found, kv_bytes) if found is not None and "native" in names else []
     return {
         "resolved": {"model": decoder.loaded.files.ref, "device": decoder.device, "dtype": decoder.loaded.dtype},
         "context": options.context,
@@ -83,7 +80,6 @@ def bench_decode(decoder: Decoder, options: DecodeOptions, events: Events) -> di
         "kl_max": run.kl_max,
         "apart_max": run.apart_max,
         "rows": [_row(name, run.times[name], read if name == "native" else None, memcpy) for name in names],
-        "parts": parts,
         "notes": notes,
         "includes": INCLUDES,
     }
@@ -154,20 +150,3 @@ def filled_cache(decoder: Decoder, options: DecodeOptions) -> PromptCache:
         for side, known in zip(buffer.view(), rows.view(), strict=True):
             torch.index_select(known, 2, again.to(known.device), out=side)
     return cache
-
-
-def _parts(compiled: CompiledModel, kv_bytes: int) -> list[dict[str, Any]]:
-    """Time the parts of a token in machine code one by one."""
-    reads = {"products": compiled.weights_bytes, "attention": kv_bytes}
-    times = {part: _median(partial(compiled.run_parts, kinds)) * 1e3 for part, kinds in PARTS.items()}
-    return [{"part": part, "part_ms": ms, "bytes_read": reads.get(part, 0)} for part, ms in times.items()]
-
-
-def _median(work: Callable[[], object]) -> float:
-    """Seconds."""
-    times = []
-    for _ in range(_PART_TIMES):
-        began = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)

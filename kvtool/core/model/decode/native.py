@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import cache, partial
 from weakref import WeakKeyDictionary
@@ -15,7 +15,6 @@ import torch
 from kvtool.core.common.switches import STEPPER, asked
 from kvtool.core.kernels import FORMATS
 from kvtool.core.kernels.decode_ir import CONTEXT, INT8, Code, module, multiply_name, products
-from kvtool.core.kernels.linear.qtensor import QuantizedTensor
 from kvtool.core.model.decode.program import CosSinCache, Step, code_of, decoding_weights
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import PromptCache
@@ -24,12 +23,6 @@ from kvtool.core.native.isa import AVX2, AVX512, NEON, SCALAR, Isa, best_isa
 from kvtool.core.native.jit import Function, compiled
 from kvtool.core.native.threads import Barrier, all_of, launch
 
-# Kinds of operations that a benchmark measures separately.
-PARTS = {
-    "products": ("product",),
-    "attention": ("queries", "keys", "attend", "combine"),
-    "rest": ("norm", "axpby", "gate"),
-}
 _MOST_SCORES = 2**13  # numbers of the queries that share a head of keys: what the code keeps at a time
 # Sequences that a row of weights is multiplied with at a time: their sums stay in registers. Measured, one core of an
 # AMD EPYC, weights in its cache: 1.6 to 3 times as many products a second as with one; with more as many, or fewer.
@@ -94,16 +87,7 @@ class CompiledModel:
 
     @property
     def weights_bytes(self) -> int:
-        return sum(matrix.nbytes for matrix in self._matrices)
-
-    @property
-    def _matrices(self) -> list[QuantizedTensor]:
-        return list({id(linear.matrix): linear.matrix for linear in self._weights.values()}.values())
-
-    def run_parts(self, kinds: Collection[str], sequences: int = 1) -> None:
-        """Run only the operations of some kinds of the last step: their sums mean nothing."""
-        step = self._steps[sequences]
-        self._run(step.program[sorted(index for kind in kinds for index in step.uses[kind])])
+        return sum({id(linear.matrix): linear.matrix.nbytes for linear in self._weights.values()}.values())
 
     def _run(self, program: np.ndarray) -> None:
         with all_of(min(torch.get_num_threads(), self._most_threads)) as threads:

@@ -133,17 +133,9 @@ class LayerProbe:
 
 class Swapped(torch.nn.Module):
     """Base of the classes that replace a module's own, whose forward is `super().forward`. The module keeps its name
-    and parts; a copy of it is of its own class, without machine code."""
+    and parts."""
 
     _swapped_by: Any
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        attributes = {name: value for name, value in vars(self).items() if name != _BY}
-        return _new, (own_class(self),), attributes
-
-
-def _new(kind: type[torch.nn.Module]) -> torch.nn.Module:
-    return kind.__new__(kind)
 
 
 def swap(module: torch.nn.Module, kind: type[Swapped], by: object) -> None:
