@@ -11,12 +11,11 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 from kvtool.core.cache import tables
-from kvtool.core.cache.environment import StoreConnection
 from kvtool.core.cache.identity import ID_BYTES
-from kvtool.core.cache.record import Bytes, Kind, aligned, seal, unseal
+from kvtool.core.cache.record import Bytes, Kind, seal, unseal
 from kvtool.core.cache.tables import Row, RowKey
 from kvtool.core.cache.transaction import Snapshot
 from kvtool.core.common.machine import DEVICE_KINDS, NUMBER_FORMATS, Arithmetic
@@ -103,40 +102,8 @@ def opened_part(stretch: bytes, place: Place, data: Bytes) -> memoryview:
     return unseal(part_key(stretch, place), Kind.PART, data)
 
 
-class StretchReader(StoreConnection):
-    def stretches(self) -> dict[bytes, StretchInfo]:
-        with self.snapshot() as snapshot:
-            return dict(_described(snapshot))
-
-    def stretch(self, stretch: bytes) -> StretchInfo | None:
-        with self.snapshot() as snapshot:
-            payload = snapshot.payload(tables.STRETCHES, stretch, Kind.STRETCH, "a state checkpoint")
-        return None if payload is None else StretchInfo.from_bytes(payload)
-
-    def read_part(self, stretch: bytes, place: Place) -> memoryview:
-        """Read a part: private, writable, its payload after a header of 64 bytes on a 64-byte boundary. Raises
-        DamagedError: it is damaged, or missing."""
-        return opened_part(stretch, place, self._row(part_key(stretch, place), named_part(place)))
-
-    def sealed_value(self, stretch: bytes, part: str) -> bytes:
-        """Read a description, or a part by its name, in its envelope. Raises DamagedError."""
-        if part:
-            side, _, layer = part.partition("-")
-            place = cast(Side, side), int(layer)
-            opened_part(stretch, place, data := self._row(part_key(stretch, place), named_part(place)))
-        else:
-            opened_info(stretch, data := self._row(stretch, "descriptions of a state checkpoint"))
-        return bytes(data)
-
-    def _row(self, key: bytes, what: str) -> memoryview:
-        with self.snapshot() as snapshot:
-            data = snapshot.get(tables.STRETCHES, key, aligned)
-        if data is None:
-            raise DamagedError(f"the {what} are missing")
-        return data
-
-
-def _described(snapshot: Snapshot) -> Iterator[tuple[bytes, StretchInfo]]:
+def described(snapshot: Snapshot) -> Iterator[tuple[bytes, StretchInfo]]:
+    """Yield the stretches whose descriptions can be read."""
     for key in _names(snapshot):
         with suppress(DamagedError):
             data = snapshot.get(tables.STRETCHES, key)
@@ -186,7 +153,7 @@ def left_over(snapshot: Snapshot) -> list[RowKey]:
 
 
 def missing_parts(snapshot: Snapshot) -> Iterator[tuple[bytes, Place]]:
-    for stretch, info in _described(snapshot):
+    for stretch, info in described(snapshot):
         for key in info.places:
             if not snapshot.has(tables.STRETCHES, part_key(stretch, key)):
                 yield stretch, key

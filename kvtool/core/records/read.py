@@ -18,7 +18,8 @@ from kvtool.core.model.kinds import KVShape
 from kvtool.core.model.prefill import ChunkKV
 
 if TYPE_CHECKING:
-    from kvtool.core.cache.backend import KVRead, RecordReader
+    from kvtool.core.cache.backend import KVRead
+    from kvtool.core.cache.chunks import ChunkReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ def stored_rows(item: Encoded, level: str) -> Ids | None:
     return None if level_of(level).share == 100 else rows_of(item)
 
 
-def read_stored_rows(store: RecordReader, chunk_ids: Sequence[bytes], level: str) -> list[Ids | Unusable | None]:
+def read_stored_rows(store: ChunkReader, chunk_ids: Sequence[bytes], level: str) -> list[Ids | Unusable | None]:
     """Read the stored tokens of some chunks at a level off their first layer's records; None: all are stored."""
     if level_of(level).share == 100:
         return [None] * len(chunk_ids)
@@ -48,12 +49,12 @@ def read_stored_rows(store: RecordReader, chunk_ids: Sequence[bytes], level: str
     return rows
 
 
-def exact_level(store: RecordReader, chunk_id: bytes) -> str | None:
+def exact_level(store: ChunkReader, chunk_id: bytes) -> str | None:
     return next(iter(exact(store.levels(chunk_id))), None)
 
 
 def read_layer(
-    store: RecordReader,
+    store: ChunkReader,
     chunk_ids: Sequence[bytes],
     level: str,
     layer: int,
@@ -104,7 +105,7 @@ def _opened(
 
 
 def read_records(
-    store: RecordReader, chunk_ids: Sequence[bytes], level: str, layer: int, shapes: Sequence[Shape] | None = None
+    store: ChunkReader, chunk_ids: Sequence[bytes], level: str, layer: int, shapes: Sequence[Shape] | None = None
 ) -> list[Encoded]:
     """Read one layer of several chunks. Raises DamagedError: a record is missing, damaged or of another shape."""
     items: list[Encoded] = []
@@ -117,7 +118,7 @@ def read_records(
 
 
 def read_chunk(
-    store: RecordReader,
+    store: ChunkReader,
     chunk_id: bytes,
     level: str,
     layers: int,
