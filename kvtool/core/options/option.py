@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -327,17 +328,9 @@ class Part:
             raise ValueError(f"no options of {self.source.__name__}: {sorted(unknown)}")
 
 
+@cache
 def options_of(source: type[Options]) -> Mapping[str, Option]:
     """Return the options of a class by name: first its own in the order of declaration, then those that it shares."""
-    if source not in _READ:
-        _READ[source] = _read_options(source)
-    return _READ[source]
-
-
-_READ: dict[type[Options], Mapping[str, Option]] = {}
-
-
-def _read_options(source: type[Options]) -> Mapping[str, Option]:
     hints = get_type_hints(source)
     owners = {name: each for each in reversed(source.__mro__) for name in vars(each).get("__annotations__", ())}
     declared = [each for each in fields(source) if "help" in each.metadata]
