@@ -17,7 +17,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, field, fields
-from functools import cache
 from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -328,16 +327,20 @@ class Part:
             raise ValueError(f"no options of {self.source.__name__}: {sorted(unknown)}")
 
 
-@cache
+_READ: dict[type[Options], Mapping[str, Option]] = {}
+
+
 def options_of(source: type[Options]) -> Mapping[str, Option]:
     """Return the options of a class by name: first its own in the order of declaration, then those that it shares."""
-    hints = get_type_hints(source)
-    owners = {name: each for each in reversed(source.__mro__) for name in vars(each).get("__annotations__", ())}
-    declared = [each for each in fields(source) if "help" in each.metadata]
-    declared.sort(key=lambda each: owners[each.name] is not source)
-    return MappingProxyType(
-        {each.name: _read_option(each, hints[each.name], owners[each.name], each.metadata) for each in declared}
-    )
+    if source not in _READ:
+        hints = get_type_hints(source)
+        owners = {name: each for each in reversed(source.__mro__) for name in vars(each).get("__annotations__", ())}
+        declared = [each for each in fields(source) if "help" in each.metadata]
+        declared.sort(key=lambda each: owners[each.name] is not source)
+        _READ[source] = MappingProxyType(
+            {each.name: _read_option(each, hints[each.name], owners[each.name], each.metadata) for each in declared}
+        )
+    return _READ[source]
 
 
 def parameters_of(kind: type, prefix: str) -> dict[str, Option]:

@@ -324,7 +324,8 @@ class Survey:
     def chunk(self, chunk_id: bytes, known: Chunk | None, foreign: bool) -> Chunk | None:
         """Describe one chunk, whose entry in the shared store's catalogue is `known`; None if the store does not
         describe it. Raises DamagedError."""
-        data = self.store.sealed_info(chunk_id)
+        with self.store.snapshot() as snapshot:
+            data = snapshot.get(tables.CHUNKS, chunk_id)
         if data is None:
             return None
         if known is not None and known.foreign != foreign:
