@@ -7,13 +7,13 @@ beginning to its end. Its table has a description under its id, and one part for
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
 from kvtool.core.cache import tables
+from kvtool.core.cache.entries import dump_json, load_json, reading
 from kvtool.core.cache.identity import ID_BYTES
 from kvtool.core.cache.record import Bytes, Kind, seal, unseal
 from kvtool.core.cache.tables import Row, RowKey
@@ -54,12 +54,12 @@ class StretchInfo:
         row = {name: getattr(self, name) for name in self.__slots__} | {
             "chunks": [chunk_id.hex() for chunk_id in self.chunks]
         }
-        return json.dumps(row, sort_keys=True, separators=(",", ":")).encode()
+        return dump_json(row)
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> StretchInfo:
-        try:
-            row = json.loads(bytes(data))
+        with reading("state checkpoint"):
+            row = load_json(data)
             rows, states = (tuple(_within(layer, _MOST_LAYER) for layer in row[name]) for name in ("rows", "states"))
             chunks = tuple(tables.check_chunk_id(bytes.fromhex(chunk_id)) for chunk_id in row["chunks"])
             start, tokens, size = (_within(row[name], _MOST_COUNT) for name in ("start", "tokens", "size"))
@@ -67,8 +67,6 @@ class StretchInfo:
             if dtype not in NUMBER_FORMATS or device not in DEVICE_KINDS:
                 raise ValueError("no arithmetic")
             return cls(start, tokens, rows, states, chunks, bool(row["own"]), size, Arithmetic(dtype, device))
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise DamagedError(f"a stored state checkpoint cannot be read: {type(error).__name__}") from error
 
 
 def _within(number: object, most: int) -> int:

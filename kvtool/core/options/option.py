@@ -144,8 +144,8 @@ class Option:
         if self.kind in (str, Path) or self.unit:
             return self._accept_one(text, where)
         try:
-            value = _boolean(text) if self.kind is bool else self.kind(text.strip())
-        except ValueError:
+            value = _BOOLEANS[text.strip().lower()] if self.kind is bool else self.kind(text.strip())
+        except (KeyError, ValueError):
             raise self._wrong(where, text, f"is not {self._what}") from None
         return self._accept_one(value, where)
 
@@ -265,13 +265,6 @@ _KIND_NAMES: Mapping[type, str] = {
 }
 _METAVARS: Mapping[type, str] = {str: "TEXT", int: "N", float: "X", bool: "", Path: "PATH"}
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-
-
-def _boolean(text: str) -> bool:
-    try:
-        return _BOOLEANS[text.strip().lower()]
-    except KeyError:
-        raise ValueError(text) from None
 
 
 # ---- a room's options ----

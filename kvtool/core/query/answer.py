@@ -33,7 +33,7 @@ from kvtool.core.query.staleness import with_changes
 from kvtool.core.query.streaming import Streamed, stream_prompt
 from kvtool.core.query.verify import Check, check
 from kvtool.core.records.encode import LeadIns
-from kvtool.core.records.repair import repair_chunks
+from kvtool.core.records.read import repair_chunks
 from kvtool.core.session.identity import lead_ins_of
 
 if TYPE_CHECKING:
