@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
 def glance(context: ReportContext) -> ReportResult:
     """Show what the store holds, and for which model."""
+    from kvtool.core.cache.access_log import read_served
     from kvtool.core.session.identity import MeasuredLosses, known_result
     from kvtool.core.upkeep.inventory import sizes_of
 
     store, identity = context.store, context.identity
-    verdict, served, sizes = known_result(store, identity.fingerprint), store.served(), sizes_of(store)
+    verdict, served, sizes = known_result(store, identity.fingerprint), read_served(store.path), sizes_of(store)
     lost = {level: {"kl_answer": loss} for level, loss in MeasuredLosses(store).at_most().items()}
     value: dict[str, Any] = {
         "path": str(store.path),

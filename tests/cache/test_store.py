@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvtool.core.cache import access_log, batch, environment, layout, tables
+from kvtool.core.cache import access_log, environment, layout, tables
 from kvtool.core.cache import reader as module
 from kvtool.core.cache.access_log import HALF_LIFE
 from kvtool.core.cache.entries import ChunkInfo, ChunkRef, DocumentEntry, FileEntry
@@ -216,7 +216,7 @@ def test_a_file_that_gives_fewer_documents(tmp_path: Path) -> None:
 
 
 def test_collect_spares_what_waits_for_its_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch, "BATCH_BYTES", 1)
+    monkeypatch.setattr("kvtool.core.cache.writer.BATCH_BYTES", 1)
     with Store.create_or_open(tmp_path / "store") as store, store.writer() as pen:
         put(pen, "early")
         assert store.has_chunk(id_of("early"))  # written in a batch of its own

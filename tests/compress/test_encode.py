@@ -141,7 +141,7 @@ def test_interrupted_run(error: BaseException, keep_raw: bool, plain: Path, monk
 def test_what_refines_is_never_there_alone(after: int, fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for level in NESTED:
         drop(fitted, level)
-    monkeypatch.setattr("kvtool.core.cache.batch.BATCH_SECONDS", -1.0)
+    monkeypatch.setattr("kvtool.core.cache.writer.BATCH_SECONDS", -1.0)
     with monkeypatch.context() as patch:
         breaking(patch, writers.Writer, "put_chunk", after, KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):

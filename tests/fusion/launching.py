@@ -86,7 +86,7 @@ def _at(buffer: torch.Tensor, address: int, head: int, row: int, tokens: int) ->
 
 @dataclass
 class Records:
-    """A store of what a case keeps (`RecordReader`); `change` is made to the bytes of each record."""
+    """A store of what a case keeps (a `ChunkReader`); `change` is made to the bytes of each record."""
 
     case: Case
     change: Callable[[bytearray, int], None] = lambda data, layer: None

@@ -16,7 +16,7 @@ import torch
 
 from kvtool.core.cache import access_log, layout, record
 from kvtool.core.cache import side_files as sides
-from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry, layers_in
+from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry
 from kvtool.core.cache.pages import newest_meta, parse_page
 from kvtool.core.cache.record import KVHeader, decode_record, encode_record
 from kvtool.core.cache.store import Store
@@ -81,7 +81,7 @@ def _look_up(tree: Tree) -> None:
         for ask in (tree.get, tree.touch, lambda key: tree.last(key, 16)):
             with refused():
                 ask(key)
-    tree.check_free_list()
+    list(tree.free_pages(full=False))
 
 
 def lmdb_page(data: bytes) -> None:
@@ -230,8 +230,6 @@ def entries(data: bytes) -> None:
                     made.place(ref.start, ref.end)
             if isinstance(made, StretchInfo):
                 assert len(made.places) <= len(data)
-    with refused():
-        layers_in(data)
 
 
 def _entry_seeds() -> list[bytes]:

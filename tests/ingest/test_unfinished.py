@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from kvtool.core.cache import batch
 from kvtool.core.cache.integrity import verify
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import NoSpaceError
@@ -46,7 +45,7 @@ def interrupted(large: Path, fresh: Any, monkeypatch: pytest.MonkeyPatch) -> Int
 
         with monkeypatch.context() as patch:
             patch.setattr(ChunkStorer, "_prefill", prefill)
-            patch.setattr(batch, "BATCH_BYTES", 1)  # as if seconds went by
+            patch.setattr("kvtool.core.cache.writer.BATCH_BYTES", 1)  # as if seconds went by
             assert fresh(large, *more).code == 130
 
     return run

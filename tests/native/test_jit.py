@@ -113,7 +113,7 @@ def test_only_the_user_can_read_it() -> None:
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jit.tempfile, "mkstemp", Mock(side_effect=OSError(28, "no space left")))
+    monkeypatch.setattr(jit, "replace_file", Mock(side_effect=OSError(28, "no space left")))
     keep_code(KEY, b"code")
     assert kept_code(KEY) is None
 

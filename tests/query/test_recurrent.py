@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvtool.core.cache import tables
-from kvtool.core.cache.access_log import Served
+from kvtool.core.cache.access_log import Served, read_served
 from kvtool.core.cache.integrity import verify
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
@@ -302,5 +302,5 @@ def test_what_a_question_found_is_counted(store: Path) -> None:
     with Store.open(store) as opened:
         named = [document for document in opened.documents() if "mill2" in document.source]
         chunks = [ref.chunk_id for document in named for ref in document.chunks]
-        assert opened.served() == Served(2, len(chunks), len(chunks))
+        assert read_served(opened.path) == Served(2, len(chunks), len(chunks))
         assert opened.last_used().keys() == {*chunks} | {*opened.stretches()}

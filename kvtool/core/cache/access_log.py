@@ -92,6 +92,7 @@ class UseLog:
             return False
 
     def note_uses(self, chunk_ids: Iterable[bytes]) -> None:
+        """Note the use of chunks now, stored or computed for a question."""
         if not self._enabled:
             return
         now = int(time.time())

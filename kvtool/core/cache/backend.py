@@ -9,23 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from kvtool.core.cache.record import Allocator, KVHeader
+from kvtool.core.cache.record import KVHeader
 from kvtool.core.errors import KvtoolError
 
 KVRead = tuple[KVHeader, memoryview]
-
-
-class RecordReader(Protocol):
-    def levels(self, chunk_id: bytes) -> list[str]: ...
-
-    def read_layer(
-        self,
-        chunk_ids: Sequence[bytes],
-        level: str,
-        layer: int,
-        before: Callable[[int], None] = ...,
-        allocate: Allocator = ...,
-    ) -> list[KVRead | KvtoolError | None]: ...
 
 
 class Offer(Protocol):

@@ -48,11 +48,6 @@ class ChunkReader(StoreConnection):
             info = _info_of(snapshot, chunk_id)
         return self.more.chunk_info(chunk_id) if info is None and self.more is not None else info
 
-    def sealed_info(self, chunk_id: bytes) -> memoryview | None:
-        """Read the row of :meth:`chunk_info` in its envelope, unchecked."""
-        with self.snapshot() as snapshot:
-            return snapshot.get(tables.CHUNKS, tables.check_chunk_id(chunk_id))
-
     def arithmetics(self, chunk_ids: Iterable[bytes] | None = None) -> dict[Arithmetic | None, int]:
         """Count chunks by the arithmetic that computed them; None: not noted, damaged or missing. Without ids count all
         chunks, of a large store the first 10,000 by id: ids are digests, so that is a fair sample."""
@@ -112,7 +107,7 @@ class ChunkReader(StoreConnection):
         data = None
         with contextlib.suppress(DamagedError), self.snapshot() as snapshot:
             key = tables.record_key(chunk_id, level, 0)
-            data = snapshot.beginning(tables.RECORDS, key, HEADER_BYTES + MAKER.stop)
+            data = snapshot.get(tables.RECORDS, key, HEADER_BYTES + MAKER.stop)
         if data is not None:
             return payload_part(data, MAKER).hex()
         offer = self.link.offers(chunk_id).get(level) if self.link is not None else None

@@ -1,5 +1,5 @@
-"""What gives space back: garbage collection of the chunks that documents no longer hold, compaction into the next
-generation of the data file, and the removal of what killed processes have left."""
+"""What gives space back: the references of documents to chunks, which a garbage collection follows; compaction into the
+next generation of the data file; and the removal of what killed processes have left."""
 
 from __future__ import annotations
 
@@ -8,23 +8,19 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Set
+from collections.abc import Collection, Iterable, Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtool.core.cache import layout, space, tables
 from kvtool.core.cache.entries import DocumentEntry, FileEntry
-from kvtool.core.cache.identity import ID_BYTES
-from kvtool.core.cache.stretches import StretchInfo
-from kvtool.core.cache.tables import Row, RowKey, chunk_keys, meta_row, origin_in
+from kvtool.core.cache.tables import Row, RowKey, meta_row, origin_in
 from kvtool.core.cache.tree import check_data_file
 from kvtool.core.errors import DamagedError
 
 if TYPE_CHECKING:
-    from kvtool.core.cache.batch import Batch
     from kvtool.core.cache.reader import StoreReader
 
-Referred = Callable[[Collection[bytes]], Iterable[bytes]]
 _UNNAMED = re.compile(r"\.(tmp|.+)-\d+-[0-9a-f]{8}")  # see layout.atomic_write, retrieval/tables.py
 _LEFT_SECONDS = 600.0  # a younger one may be another process's, about to be renamed
 
@@ -123,51 +119,6 @@ class Documents:
                     raise ValueError(f"chunk {chunk_id.hex()} was made elsewhere")
                 hollow = hollow or not self._store.has_chunk(chunk_id)
         return hollow
-
-
-def collect(batch: Batch, documents: Documents, keep: Iterable[bytes], referred: Referred | None) -> int:
-    """Drop the chunks that no document and no unfinished file refers to, except `keep`, and return how many; see
-    :meth:`Writer.collect` for `referred`."""
-    live = {*keep} | batch.fresh | documents.unfinished_chunks()
-    if referred is None or documents.loose is None:
-        loose = _unreferred(batch, live)
-    else:
-        loose = documents.loose - live
-        loose -= {*referred(loose)} if loose else set()
-        loose |= _drop_stretches_of(batch, lambda info: not loose.isdisjoint(info.chunks))
-    dropped = batch.drop(sorted(loose), chunk_keys, thins=False)  # no document has any of them
-    if not batch.store.is_collected():  # only now: after a kill the next writer does it
-        batch.commit([meta_row(tables.COLLECTED_KEY, {"documents": batch.store.documents_revision()})])
-    documents.loose = set()
-    return dropped
-
-
-def drop_unfinished(batch: Batch, documents: Documents, needed: Iterable[bytes]) -> bool:
-    """Drop the chunks of unfinished files that other writers began, except `needed`. False: there were none."""
-    paths = documents.unfinished.keys() - documents.own_paths
-    if not paths:
-        return False
-    for path in paths:
-        documents.note_unfinished(path)
-    batch.commit([])  # the list of unfinished files
-    live = {*needed} | batch.fresh | documents.unfinished_chunks()
-    return batch.drop(sorted(_unreferred(batch, live)), chunk_keys, thins=False) > 0
-
-
-def _unreferred(batch: Batch, live: set[bytes]) -> set[bytes]:
-    """List the chunks that nothing refers to, but the `live` ones; stretches made of any such chunk are dropped."""
-    store = batch.store
-    live = live | {ref.chunk_id for document in store.documents() for ref in document.chunks}
-    _drop_stretches_of(batch, lambda info: not live.issuperset(info.chunks))
-    with store.environment.read() as snapshot:
-        ids = {key[:ID_BYTES] for table in tables.BY_CHUNK for key in snapshot.keys(table)}
-    return ids - live - {*store.stretches()}
-
-
-def _drop_stretches_of(batch: Batch, is_stale: Callable[[StretchInfo], bool]) -> set[bytes]:
-    stale = {stretch for stretch, info in batch.store.stretches().items() if is_stale(info)}
-    batch.drop_stretches(stale)
-    return stale
 
 
 def compact(store: StoreReader) -> int:

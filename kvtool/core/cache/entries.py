@@ -49,7 +49,7 @@ class DocumentEntry:
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> DocumentEntry:
-        with _reading("document"):
+        with reading("document"):
             value = _unpack(data)
             chunks = tuple(ChunkRef(bytes.fromhex(i), int(s), int(e), int(n)) for i, s, e, n in value["chunks"])
             marks = tuple(Mark(int(start), _place(position)) for start, position in value.get("marks", ()))
@@ -80,7 +80,7 @@ class FileEntry:
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> FileEntry:
-        with _reading("file entry"):
+        with reading("file entry"):
             value = _unpack(data)
             return cls(
                 path=_text(value["path"]),
@@ -124,7 +124,7 @@ class ChunkInfo:
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> ChunkInfo:
-        with _reading("chunk"):
+        with reading("chunk"):
             count, lead_bytes, layers, side_bytes = _CHUNK.unpack_from(data)
             lead_at = _CHUNK.size + 4 * count
             side_at, end = lead_at + lead_bytes, lead_at + lead_bytes + side_bytes
@@ -149,12 +149,6 @@ class ChunkSpec:
         return ChunkInfo(self.ids, self.lead_in, layers, sensitivity, arithmetic)
 
 
-def layers_in(data: bytes | memoryview) -> int:
-    """Read only the layers that :meth:`ChunkInfo.to_bytes` states. Raises DamagedError."""
-    with _reading("chunk"):
-        return int(_CHUNK.unpack_from(data)[2])
-
-
 _TROUBLE = (
     ValueError,
     KeyError,
@@ -168,7 +162,8 @@ _TROUBLE = (
 
 
 @contextmanager
-def _reading(what: str) -> Iterator[None]:
+def reading(what: str) -> Iterator[None]:
+    """Raise DamagedError for what goes wrong while a stored value is read."""
     try:
         yield
     except _TROUBLE as error:
@@ -208,7 +203,7 @@ def _pack(value: dict[str, Any]) -> bytes:
 
 
 def stated_size(data: bytes | memoryview) -> int:
-    with _reading("entry"):
+    with reading("entry"):
         return _stated(data[1:]) if bytes(data[:1]) == _PACKED else len(data)
 
 

@@ -7,23 +7,23 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, cast
 
 from kvtool.core.cache import layout, space, tables
-from kvtool.core.cache.access_log import Served, UseLog, combine_scores, fold_uses, read_log, read_served
+from kvtool.core.cache.access_log import UseLog, combine_scores, fold_uses, read_log
 from kvtool.core.cache.chunks import ChunkReader
 from kvtool.core.cache.entries import DocumentEntry, FileEntry, load_json
 from kvtool.core.cache.identity import ID_BYTES, ORIGIN, UNKNOWN, Origin, origin_of
 from kvtool.core.cache.record import Kind
 from kvtool.core.cache.side_files import read_json, write_json
-from kvtool.core.cache.stretches import StretchReader
+from kvtool.core.cache.stretches import Place, Side, StretchInfo, described, named_part, opened_part, part_key, read_row
 from kvtool.core.cache.transaction import Snapshot, checked_payload, damage_of
 from kvtool.core.errors import DamagedError, NoSpaceError
 
 _NOTES_SECONDS = 5.0  # maximum age of the notes that a killed session loses
 
 
-class StoreReader(ChunkReader, StretchReader):
+class StoreReader(ChunkReader):
     """Reads a folder of KV records, documents and chunks. Every read is its own short transaction, or part of a
     :meth:`view`: the result is a private copy whose digest was checked. Readers never wait for a writer. Thread-safe.
     Not usable across fork."""
@@ -31,7 +31,7 @@ class StoreReader(ChunkReader, StretchReader):
     def __init__(self, path: Path, uuid: str) -> None:
         super().__init__(path, uuid)
         self._flushed_at = time.monotonic()
-        self._log = UseLog(path, enabled=not self.read_only)
+        self.use_log = UseLog(path, enabled=not self.read_only)
 
     @property
     def is_front(self) -> bool:
@@ -83,29 +83,18 @@ class StoreReader(ChunkReader, StretchReader):
     def note_access(self, chunk_ids: Sequence[bytes], missed: int = 0, again: bool = False) -> None:
         """Note that a question used these chunks now, and how many it missed, without a lock; what a link fetched for
         it is written. `again`: the question is counted already."""
-        self.note_use(chunk_ids)
+        self.use_log.note_uses(chunk_ids)
         if not again:
-            self._log.note_question(len(chunk_ids), missed)
+            self.use_log.note_question(len(chunk_ids), missed)
         if time.monotonic() - self._flushed_at > _NOTES_SECONDS:
             self.flush()
         if self.link is not None:
             self.link.keep_fetched()
 
-    def note_use(self, chunk_ids: Sequence[bytes]) -> None:
-        """Note the use of chunks that were not found: computed for a question, and stored now."""
-        self._log.note_uses(chunk_ids)
-
-    @property
-    def notes_are_long(self) -> bool:
-        return self._log.is_long
-
     def flush(self) -> None:
         """Write the access notes now instead of within seconds, or at close."""
         self._flushed_at = time.monotonic()
-        self._log.flush()
-
-    def served(self) -> Served:
-        return read_served(self.path)
+        self.use_log.flush()
 
     def last_used(self) -> dict[bytes, int]:
         """Map each chunk id that was ever used to its last use (seconds since 1970), stored or only noted so far."""
@@ -118,7 +107,7 @@ class StoreReader(ChunkReader, StretchReader):
         return fold_uses([*noted, *self.times(tables.WARM).items()], combine_scores)
 
     def _noted(self) -> list[tuple[bytes, int]]:
-        self._log.flush()
+        self.use_log.flush()
         return read_log(self.path)
 
     def added(self) -> dict[bytes, int]:
@@ -200,6 +189,40 @@ class StoreReader(ChunkReader, StretchReader):
 
     def sources(self) -> list[str]:
         return sorted({source for entry in self.files() for source in entry.documents})
+
+    # ---- checkpoints of states -----------------------------------------------------------------------------------
+
+    def stretches(self) -> dict[bytes, StretchInfo]:
+        with self.snapshot() as snapshot:
+            return dict(described(snapshot))
+
+    def stretch(self, stretch: bytes) -> StretchInfo | None:
+        with self.snapshot() as snapshot:
+            payload = snapshot.payload(tables.STRETCHES, stretch, Kind.STRETCH, "a state checkpoint")
+        return None if payload is None else StretchInfo.from_bytes(payload)
+
+    def read_part(self, stretch: bytes, place: Place) -> memoryview:
+        """Read a part: private, writable, its payload after a header of 64 bytes on a 64-byte boundary. Raises
+        DamagedError: it is damaged, or missing."""
+        return opened_part(stretch, place, self._stretch_row(part_key(stretch, place), named_part(place)))
+
+    def sealed_value(self, stretch: bytes, part: str) -> bytes:
+        """Read a description, or a part by its name, in its envelope. Raises DamagedError."""
+        key, what = stretch, "descriptions of a state checkpoint"
+        if part:
+            side, _, layer = part.partition("-")
+            place = cast(Side, side), int(layer)
+            key, what = part_key(stretch, place), named_part(place)
+        data = self._stretch_row(key, what)
+        read_row(key, data)
+        return bytes(data)
+
+    def _stretch_row(self, key: bytes, what: str) -> memoryview:
+        with self.snapshot() as snapshot:
+            data = snapshot.get(tables.STRETCHES, key)
+        if data is None:
+            raise DamagedError(f"the {what} are missing")
+        return data
 
     # ---- facts that the store keeps about itself -----------------------------------------------------------------
 

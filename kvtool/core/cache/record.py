@@ -33,7 +33,6 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import xxhash
 
@@ -179,15 +178,7 @@ def _envelope(key: bytes, header: bytes, parts: Sequence[memoryview]) -> bytes:
     return b"".join([header, *parts, _digest(key, [header, *parts])])
 
 
-class _Fields(NamedTuple):
-    dtype: int
-    level: bytes
-    layer: int
-    kv_heads: int
-    tokens: int
-    head_dim_k: int
-    head_dim_v: int
-    length: int
+_Fields = tuple[int, bytes, int, int, int, int, int, int]  # dtype, level, layer, shape, payload bytes
 
 
 def _parse_header(view: memoryview, kind: Kind) -> _Fields:
@@ -206,7 +197,7 @@ def _parse_header(view: memoryview, kind: Kind) -> _Fields:
         raise DamagedError("reserved header fields are not zero")
     if length != view.nbytes - OVERHEAD_BYTES:
         raise DamagedError(f"truncated or overlong: {view.nbytes - OVERHEAD_BYTES} payload bytes, {length} stated")
-    return _Fields(dtype, level, layer, heads, tokens, dim_k, dim_v, length)
+    return dtype, level, layer, heads, tokens, dim_k, dim_v, length
 
 
 def _open(key: bytes, data: Bytes, kind: Kind) -> tuple[_Fields, memoryview]:
@@ -220,18 +211,17 @@ def _open(key: bytes, data: Bytes, kind: Kind) -> tuple[_Fields, memoryview]:
 
 @lru_cache  # records of one layer and length have the same
 def _kv_header(fields: _Fields) -> KVHeader:
-    dtype = _DTYPE_NAMES.get(fields.dtype)
+    code, level_bytes, layer, kv_heads, tokens, dim_k, dim_v, length = fields
+    dtype = _DTYPE_NAMES.get(code)
     if dtype is None:
-        raise DamagedError(f"unknown dtype code {fields.dtype}")
+        raise DamagedError(f"unknown dtype code {code}")
     try:
-        level = fields.level.rstrip(b"\0").decode("ascii")
-        header = KVHeader(
-            dtype, fields.kv_heads, fields.tokens, fields.head_dim_k, fields.head_dim_v, level, fields.layer
-        )
+        level = level_bytes.rstrip(b"\0").decode("ascii")
+        header = KVHeader(dtype, kv_heads, tokens, dim_k, dim_v, level, layer)
     except ValueError as error:
         raise DamagedError("the record's level is no level") from error
-    if level_of(level).verbatim and fields.length != header.raw_bytes:
-        raise DamagedError(f"{fields.length} payload bytes do not fit the shape, which needs {header.raw_bytes}")
+    if level_of(level).verbatim and length != header.raw_bytes:
+        raise DamagedError(f"{length} payload bytes do not fit the shape, which needs {header.raw_bytes}")
     return header
 
 

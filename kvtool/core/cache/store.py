@@ -70,7 +70,7 @@ class Store(StoreReader):
             try:
                 yield writer
                 writer.flush()
-                if self.notes_are_long:
+                if self.use_log.is_long:
                     writer.fold_access()
             finally:
                 writer.end()

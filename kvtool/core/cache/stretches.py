@@ -7,16 +7,15 @@ beginning to its end. Its table has a description under its id, and one part for
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 from kvtool.core.cache import tables
-from kvtool.core.cache.environment import StoreConnection
+from kvtool.core.cache.entries import dump_json, load_json, reading
 from kvtool.core.cache.identity import ID_BYTES
-from kvtool.core.cache.record import Bytes, Kind, aligned, seal, unseal
+from kvtool.core.cache.record import Bytes, Kind, seal, unseal
 from kvtool.core.cache.tables import Row, RowKey
 from kvtool.core.cache.transaction import Snapshot
 from kvtool.core.common.machine import DEVICE_KINDS, NUMBER_FORMATS, Arithmetic
@@ -55,12 +54,12 @@ class StretchInfo:
         row = {name: getattr(self, name) for name in self.__slots__} | {
             "chunks": [chunk_id.hex() for chunk_id in self.chunks]
         }
-        return json.dumps(row, sort_keys=True, separators=(",", ":")).encode()
+        return dump_json(row)
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> StretchInfo:
-        try:
-            row = json.loads(bytes(data))
+        with reading("state checkpoint"):
+            row = load_json(data)
             rows, states = (tuple(_within(layer, _MOST_LAYER) for layer in row[name]) for name in ("rows", "states"))
             chunks = tuple(tables.check_chunk_id(bytes.fromhex(chunk_id)) for chunk_id in row["chunks"])
             start, tokens, size = (_within(row[name], _MOST_COUNT) for name in ("start", "tokens", "size"))
@@ -68,8 +67,6 @@ class StretchInfo:
             if dtype not in NUMBER_FORMATS or device not in DEVICE_KINDS:
                 raise ValueError("no arithmetic")
             return cls(start, tokens, rows, states, chunks, bool(row["own"]), size, Arithmetic(dtype, device))
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise DamagedError(f"a stored state checkpoint cannot be read: {type(error).__name__}") from error
 
 
 def _within(number: object, most: int) -> int:
@@ -103,40 +100,8 @@ def opened_part(stretch: bytes, place: Place, data: Bytes) -> memoryview:
     return unseal(part_key(stretch, place), Kind.PART, data)
 
 
-class StretchReader(StoreConnection):
-    def stretches(self) -> dict[bytes, StretchInfo]:
-        with self.snapshot() as snapshot:
-            return dict(_described(snapshot))
-
-    def stretch(self, stretch: bytes) -> StretchInfo | None:
-        with self.snapshot() as snapshot:
-            payload = snapshot.payload(tables.STRETCHES, stretch, Kind.STRETCH, "a state checkpoint")
-        return None if payload is None else StretchInfo.from_bytes(payload)
-
-    def read_part(self, stretch: bytes, place: Place) -> memoryview:
-        """Read a part: private, writable, its payload after a header of 64 bytes on a 64-byte boundary. Raises
-        DamagedError: it is damaged, or missing."""
-        return opened_part(stretch, place, self._row(part_key(stretch, place), named_part(place)))
-
-    def sealed_value(self, stretch: bytes, part: str) -> bytes:
-        """Read a description, or a part by its name, in its envelope. Raises DamagedError."""
-        if part:
-            side, _, layer = part.partition("-")
-            place = cast(Side, side), int(layer)
-            opened_part(stretch, place, data := self._row(part_key(stretch, place), named_part(place)))
-        else:
-            opened_info(stretch, data := self._row(stretch, "descriptions of a state checkpoint"))
-        return bytes(data)
-
-    def _row(self, key: bytes, what: str) -> memoryview:
-        with self.snapshot() as snapshot:
-            data = snapshot.get(tables.STRETCHES, key, aligned)
-        if data is None:
-            raise DamagedError(f"the {what} are missing")
-        return data
-
-
-def _described(snapshot: Snapshot) -> Iterator[tuple[bytes, StretchInfo]]:
+def described(snapshot: Snapshot) -> Iterator[tuple[bytes, StretchInfo]]:
+    """Yield the stretches whose descriptions can be read."""
     for key in _names(snapshot):
         with suppress(DamagedError):
             data = snapshot.get(tables.STRETCHES, key)
@@ -186,7 +151,7 @@ def left_over(snapshot: Snapshot) -> list[RowKey]:
 
 
 def missing_parts(snapshot: Snapshot) -> Iterator[tuple[bytes, Place]]:
-    for stretch, info in _described(snapshot):
+    for stretch, info in described(snapshot):
         for key in info.places:
             if not snapshot.has(tables.STRETCHES, part_key(stretch, key)):
                 yield stretch, key

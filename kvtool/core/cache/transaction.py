@@ -12,7 +12,7 @@ import lmdb
 
 from kvtool.core.cache.layout import REPAIR
 from kvtool.core.cache.pages import META_PAGES
-from kvtool.core.cache.record import Allocator, Kind, aligned, unseal
+from kvtool.core.cache.record import Allocator, Kind, unseal
 from kvtool.core.cache.tree import Found, Tree, damaged_pages
 from kvtool.core.errors import DamagedError
 
@@ -49,18 +49,14 @@ class Snapshot:
     def __exit__(self, *error: object) -> None:
         self.leave()
 
-    def get(self, table: bytes, key: bytes, allocate: Allocator = aligned) -> memoryview | None:
-        """Copy a value, or None; a large one is copied into what `allocate` returns."""
-        return self._tree.get(table + key, allocate=allocate)
+    def get(self, table: bytes, key: bytes, most: int | None = None) -> memoryview | None:
+        """Copy a value, or only its first `most` bytes, of which no digest is checked; None: no such key."""
+        return self._tree.get(table + key, most)
 
     def payload(self, table: bytes, key: bytes, kind: Kind, what: str) -> memoryview | None:
         """Return the contents of a value's envelope, or None. Raises DamagedError, which names the value by `what`."""
         data = self.get(table, key)
         return None if data is None else checked_payload(key, kind, data, what)
-
-    def beginning(self, table: bytes, key: bytes, size: int) -> memoryview | None:
-        """Copy a value's first bytes, or None; the rest of it is not read, and its digest not checked."""
-        return self._tree.get(table + key, size)
 
     def ending(self, table: bytes, key: bytes, size: int) -> bytes | None:
         """Return the last bytes of a value, or None; reads no others."""
@@ -119,7 +115,7 @@ class Snapshot:
 
     def touch(self, rows: list[tuple[bytes, bytes]]) -> None:
         """Check the pages that LMDB will read when these (table, key) are put or deleted; raises DamagedError."""
-        self._tree.check_free_list()
+        list(self._tree.free_pages(full=False))  # which only checks them
         for table, key in rows:
             self._tree.touch(table + key)
 

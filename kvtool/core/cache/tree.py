@@ -180,10 +180,7 @@ class Tree:
             yield leaf.keys[at], self.value((leaf, at))
 
     def _from(self, start: bytes) -> Iterator[Found]:
-        root = self.meta.roots[1]
-        if root == _NO_PAGE:
-            return
-        for leaf in self._leaves_from(root, start, b"", None, 0):
+        for leaf in (node for _, _, node in self.pages(_DATA, start) if isinstance(node, Leaf)):
             for at in range(bisect_left(leaf.keys, start), len(leaf.keys)):
                 if not leaf.keys[at].startswith(start):
                     return
@@ -212,18 +209,9 @@ class Tree:
             page, (low, high) = node.children[at], _bounds(node, at, low, high)
         raise DamagedError("the pages of the index lie in a ring")
 
-    def _leaves_from(self, page: int, start: bytes, low: bytes, high: bytes | None, depth: int) -> Iterator[Leaf]:
-        if depth > _DEEPEST:
-            raise DamagedError("the pages of the index lie in a ring")
-        node = self._node(page, low, high)
-        if isinstance(node, Leaf):
-            yield node
-            return
-        for at in range(_child_at(node, start), len(node.children)):
-            yield from self._leaves_from(node.children[at], start, *_bounds(node, at, low, high), depth + 1)
-
-    def pages(self, number: int) -> Iterator[tuple[int, int, Branch | Leaf]]:
-        """Yield all pages of the free list (0) or the data (1), each with its depth, a parent before its children."""
+    def pages(self, number: int, start: bytes = b"") -> Iterator[tuple[int, int, Branch | Leaf]]:
+        """Yield the pages of the free list (0) or the data (1), each with its depth, a parent before its children.
+        `start`: without the pages of the data whose keys are all lower."""
         root = self.meta.roots[number]
         if root == _NO_PAGE:
             return
@@ -235,15 +223,11 @@ class Tree:
             node = self._node(page, low, high) if number else self._parse(page, ordered=False)
             yield page, depth, node
             if isinstance(node, Branch):
-                for at in reversed(range(len(node.children))):
+                for at in reversed(range(_child_at(node, start) if start else 0, len(node.children))):
                     bounds = _bounds(node, at, low, high) if number else (b"", None)
                     waiting.append((node.children[at], depth + 1, *bounds))
 
     # ---- checks ----
-
-    def check_free_list(self) -> None:
-        for _ in self.free_pages(full=False):
-            pass
 
     def free_pages(self, full: bool = True) -> Iterator[int]:
         """Yield the pages that nothing uses. Not `full`: only check each list's length, and yield nothing."""

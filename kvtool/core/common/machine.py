@@ -9,7 +9,6 @@ other way, as the codec's, 2.6. float16 is at 25. What ATEN_CPU_CAPABILITY forbi
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 import platform
@@ -117,22 +116,10 @@ def _plain(names: Iterable[str]) -> frozenset[str]:
     return frozenset(name.lower().replace("_", "").replace("-", "") for name in names)
 
 
-def sysctl(key: str) -> str:
-    """Read a text of macOS's kernel by its key; "" if it has none."""
-    with suppress(OSError, AttributeError):
-        ask = ctypes.CDLL(None).sysctlbyname
-        size = ctypes.c_size_t(0)
-        if ask(key.encode(), None, ctypes.byref(size), None, ctypes.c_size_t(0)) == 0:
-            text = ctypes.create_string_buffer(size.value)
-            if ask(key.encode(), text, ctypes.byref(size), None, ctypes.c_size_t(0)) == 0:
-                return text.value.decode(errors="replace")
-    return ""
-
-
 @functools.cache
 def cpu_name() -> str:
     name = _cpuinfo("model name") or _cpuinfo("Model") or _cpuinfo("Hardware")  # the last two on ARM
-    return " ".join(name.split()) or sysctl("machdep.cpu.brand_string") or platform.processor() or platform.machine()
+    return " ".join(name.split()) or platform.processor() or platform.machine()
 
 
 def cores() -> int:

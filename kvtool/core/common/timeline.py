@@ -6,8 +6,6 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,14 +24,6 @@ class Timeline:
         self._threads.setdefault(thread, threading.current_thread().name)
         span = {"name": name, "ph": "X", "ts": started * 1e6, "dur": (ended - started) * 1e6, "tid": thread}
         self._spans.append(span | {"pid": os.getpid(), "args": facts})
-
-    @contextmanager
-    def span(self, name: str, **facts: Any) -> Iterator[None]:
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.add(name, started, time.perf_counter(), **facts)
 
     def write(self, path: Path) -> None:
         first = min((span["ts"] for span in self._spans), default=0.0)

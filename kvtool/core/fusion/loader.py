@@ -30,7 +30,7 @@ from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.records.read import Unusable, read_layer, stored_rows, stored_shape
 
 if TYPE_CHECKING:
-    from kvtool.core.cache.backend import RecordReader
+    from kvtool.core.cache.chunks import ChunkReader
     from kvtool.core.model.prefill import ChunkKV
 
 _MOST_WORKERS = 4
@@ -302,7 +302,7 @@ class KVSource(ABC):
 
 @dataclass(frozen=True)
 class StoreSource(KVSource):
-    store: RecordReader
+    store: ChunkReader
     decoder: Decoder
     profiles: Profiles = no_profiles
 

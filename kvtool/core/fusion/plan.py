@@ -14,7 +14,7 @@ from kvtool.core.common.types import Ids
 from kvtool.core.records.read import Unusable, read_stored_rows
 
 if TYPE_CHECKING:
-    from kvtool.core.cache.backend import RecordReader
+    from kvtool.core.cache.chunks import ChunkReader
 
 Status = Literal["hit", "exact", "miss", "fresh", "resident"]
 
@@ -179,7 +179,7 @@ class Plan:
         return Plan(tuple(hole if s is segment else s for s in self.segments))
 
 
-def with_stored_rows(store: RecordReader, candidates: Sequence[Candidate]) -> list[Candidate]:
+def with_stored_rows(store: ChunkReader, candidates: Sequence[Candidate]) -> list[Candidate]:
     """Add to candidates which of their rows are stored at their level; an unreadable one becomes a hole. Only of a
     level that drops rows is a record read, that of the first layer."""
     with_rows = list(candidates)

@@ -13,14 +13,13 @@ import importlib.metadata
 import os
 import platform
 import stat
-import tempfile
 import threading
 from collections.abc import Callable
 from functools import cache, wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvtool.core.common.files import cache_dir, make_folder
+from kvtool.core.common.files import cache_dir, make_folder, replace_file
 from kvtool.core.common.machine import X86
 from kvtool.core.errors import KvtoolError
 from kvtool.core.native.isa import Isa, best_isa, llvm
@@ -123,14 +122,7 @@ def keep_code(key: str, code: bytes) -> None:
         return
     with contextlib.suppress(OSError):
         _make_room(folder)
-        descriptor, part = tempfile.mkstemp(dir=folder)  # for the user's eyes only
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(_digest(key, code) + code)
-            os.replace(part, folder / key)
-        except BaseException:
-            os.unlink(part)
-            raise
+        replace_file(folder / key, _digest(key, code) + code)
 
 
 def _folder(make: bool) -> Path | None:

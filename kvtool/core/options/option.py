@@ -144,8 +144,8 @@ class Option:
         if self.kind in (str, Path) or self.unit:
             return self._accept_one(text, where)
         try:
-            value = _boolean(text) if self.kind is bool else self.kind(text.strip())
-        except ValueError:
+            value = _BOOLEANS[text.strip().lower()] if self.kind is bool else self.kind(text.strip())
+        except (KeyError, ValueError):
             raise self._wrong(where, text, f"is not {self._what}") from None
         return self._accept_one(value, where)
 
@@ -267,13 +267,6 @@ _METAVARS: Mapping[type, str] = {str: "TEXT", int: "N", float: "X", bool: "", Pa
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
-def _boolean(text: str) -> bool:
-    try:
-        return _BOOLEANS[text.strip().lower()]
-    except KeyError:
-        raise ValueError(text) from None
-
-
 # ---- a room's options ----
 
 
@@ -327,24 +320,20 @@ class Part:
             raise ValueError(f"no options of {self.source.__name__}: {sorted(unknown)}")
 
 
-def options_of(source: type[Options]) -> Mapping[str, Option]:
-    """Return the options of a class by name: first its own in the order of declaration, then those that it shares."""
-    if source not in _READ:
-        _READ[source] = _read_options(source)
-    return _READ[source]
-
-
 _READ: dict[type[Options], Mapping[str, Option]] = {}
 
 
-def _read_options(source: type[Options]) -> Mapping[str, Option]:
-    hints = get_type_hints(source)
-    owners = {name: each for each in reversed(source.__mro__) for name in vars(each).get("__annotations__", ())}
-    declared = [each for each in fields(source) if "help" in each.metadata]
-    declared.sort(key=lambda each: owners[each.name] is not source)
-    return MappingProxyType(
-        {each.name: _read_option(each, hints[each.name], owners[each.name], each.metadata) for each in declared}
-    )
+def options_of(source: type[Options]) -> Mapping[str, Option]:
+    """Return the options of a class by name: first its own in the order of declaration, then those that it shares."""
+    if source not in _READ:
+        hints = get_type_hints(source)
+        owners = {name: each for each in reversed(source.__mro__) for name in vars(each).get("__annotations__", ())}
+        declared = [each for each in fields(source) if "help" in each.metadata]
+        declared.sort(key=lambda each: owners[each.name] is not source)
+        _READ[source] = MappingProxyType(
+            {each.name: _read_option(each, hints[each.name], owners[each.name], each.metadata) for each in declared}
+        )
+    return _READ[source]
 
 
 def parameters_of(kind: type, prefix: str) -> dict[str, Option]:

@@ -33,7 +33,7 @@ from kvtool.core.query.staleness import with_changes
 from kvtool.core.query.streaming import Streamed, stream_prompt
 from kvtool.core.query.verify import Check, check
 from kvtool.core.records.encode import LeadIns
-from kvtool.core.records.repair import repair_chunks
+from kvtool.core.records.read import repair_chunks
 from kvtool.core.session.identity import lead_ins_of
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def begin_answer(
     """Compute the first token of a laid-out request. Raises GateError. `marked`: note the marks of the records that are
     read."""
     with session.lock, session.store.view():
-        options = replace(options, fusion=options.fusion or session.identity.default_mode)
+        options = replace(options, fusion=options.mode(session.identity.keeps_states))
         session.identity.check_modes([str(options.fusion)], options.defer)
         layout, options, choice = _choose(session, layout, options)
         selector = selector_for(options, str(options.fusion))
@@ -378,7 +378,7 @@ def _repair_holes(session: Session, holes: Sequence[Segment]) -> None:
             session.warn(f"{len(chunks)} computed chunk(s) could not be stored: {error.message}", error.hint)
             chunks = {}
         else:
-            store.note_use([*chunks])
+            store.use_log.note_uses([*chunks])
     for segment in holes:
         chunk_id = segment.source.chunk_id  # another instruction than the store's has none
         name = f"chunk {chunk_id.hex()[:12]}" if chunk_id else "the prompt's beginning"

@@ -60,7 +60,7 @@ def keep_prefix(session: Session, chained: PrefixFused, limit: int, again: bool 
             session.warn(f"what was stored of the prompt up to {what} is damaged, and was computed again", "")
     reused = [segment.source.chunk_id for segment in plan.cached_chunks]
     store.note_access(reused, len(plan.chunks) - len(reused), again)
-    store.note_use([segment.source.chunk_id for segment in plan.chunks if not segment.cached])
+    store.use_log.note_uses([segment.source.chunk_id for segment in plan.chunks if not segment.cached])
     new = [*chained.new]
     if new and limit and not store.read_only:
         try:
@@ -68,7 +68,7 @@ def keep_prefix(session: Session, chained: PrefixFused, limit: int, again: bool 
         except KvtoolError as error:
             session.warn(f"what was computed of the prompt could not be stored: {error.message}", error.hint)
             new = []
-    store.note_use([*chained.used, *(one.id for one in new)])
+    store.use_log.note_uses([*chained.used, *(one.id for one in new)])
 
 
 def _store(session: Session, chained: PrefixFused, limit: int) -> None:

@@ -1,4 +1,5 @@
-"""Reads records of a store with the coarser ones that they refine, and chunks as tensors."""
+"""Reads records of a store with the coarser ones that they refine, and chunks as tensors; repairs chunks of which some
+records cannot be read."""
 
 from __future__ import annotations
 
@@ -10,15 +11,21 @@ from kvtool.core.cache.layout import REPAIR
 from kvtool.core.cache.record import Allocator, aligned
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded, Profiles, Shape, no_profiles, shape_of
-from kvtool.core.codec.levels import base_level, exact, level_of
+from kvtool.core.codec.levels import RAW, base_level, exact, level_of
 from kvtool.core.codec.row_subset import rows_of
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError, KvtoolError
 from kvtool.core.model.kinds import KVShape
 from kvtool.core.model.prefill import ChunkKV
+from kvtool.core.records.encode import LeadIns, make
 
 if TYPE_CHECKING:
-    from kvtool.core.cache.backend import KVRead, RecordReader
+    from kvtool.core.cache.backend import KVRead
+    from kvtool.core.cache.chunks import ChunkReader
+    from kvtool.core.cache.entries import ChunkSpec
+    from kvtool.core.cache.store import Store
+    from kvtool.core.cache.writer import Writer
+    from kvtool.core.model.decoder import Decoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +42,7 @@ def stored_rows(item: Encoded, level: str) -> Ids | None:
     return None if level_of(level).share == 100 else rows_of(item)
 
 
-def read_stored_rows(store: RecordReader, chunk_ids: Sequence[bytes], level: str) -> list[Ids | Unusable | None]:
+def read_stored_rows(store: ChunkReader, chunk_ids: Sequence[bytes], level: str) -> list[Ids | Unusable | None]:
     """Read the stored tokens of some chunks at a level off their first layer's records; None: all are stored."""
     if level_of(level).share == 100:
         return [None] * len(chunk_ids)
@@ -48,12 +55,12 @@ def read_stored_rows(store: RecordReader, chunk_ids: Sequence[bytes], level: str
     return rows
 
 
-def exact_level(store: RecordReader, chunk_id: bytes) -> str | None:
+def exact_level(store: ChunkReader, chunk_id: bytes) -> str | None:
     return next(iter(exact(store.levels(chunk_id))), None)
 
 
 def read_layer(
-    store: RecordReader,
+    store: ChunkReader,
     chunk_ids: Sequence[bytes],
     level: str,
     layer: int,
@@ -104,7 +111,7 @@ def _opened(
 
 
 def read_records(
-    store: RecordReader, chunk_ids: Sequence[bytes], level: str, layer: int, shapes: Sequence[Shape] | None = None
+    store: ChunkReader, chunk_ids: Sequence[bytes], level: str, layer: int, shapes: Sequence[Shape] | None = None
 ) -> list[Encoded]:
     """Read one layer of several chunks. Raises DamagedError: a record is missing, damaged or of another shape."""
     items: list[Encoded] = []
@@ -117,7 +124,7 @@ def read_records(
 
 
 def read_chunk(
-    store: RecordReader,
+    store: ChunkReader,
     chunk_id: bytes,
     level: str,
     layers: int,
@@ -128,3 +135,51 @@ def read_chunk(
     expected = [None] * layers if shapes is None else [[shape] for shape in shapes]
     items = [read_records(store, [chunk_id], level, layer, shape)[0] for layer, shape in enumerate(expected)]
     return ChunkKV(*zip(*CODECS[level].decode_layers(items, profiles), strict=True))
+
+
+# ---- repair ------------------------------------------------------------------------------------------------------
+
+
+def repair_chunks(
+    store: Store,
+    decoder: Decoder,
+    profiles: Profiles,
+    lead_ins: Callable[[ChunkSpec], LeadIns],
+    chunks: Sequence[ChunkSpec],
+) -> None:
+    """Drop the records of some chunks that cannot be read; prefill and store those chunks of which no lossless level is
+    left. `lead_ins`: what a chunk is prefilled after. Raises KvtoolError: the store is locked, full or read-only."""
+    with store.writer() as writer:
+        for chunk in chunks:
+            if not _drop_unreadable(store, writer, decoder, profiles, chunk):
+                (records,) = make(decoder, lead_ins(chunk), [chunk])
+                writer.put_chunk(records.chunk_id, records.info, records.level, records.layers)
+
+
+def _drop_unreadable(store: Store, writer: Writer, decoder: Decoder, profiles: Profiles, chunk: ChunkSpec) -> bool:
+    """Drop only what cannot be read of a chunk; return whether a lossless level is left."""
+    try:
+        info = store.chunk_info(chunk.chunk_id)
+    except DamagedError:
+        info = None
+    if info is not None and (info.token_ids, info.lead_in, info.layers) != (
+        chunk.ids,
+        chunk.lead_in,
+        decoder.stored_layers,
+    ):
+        writer.drop_chunks([chunk.chunk_id])  # another chunk's
+        return False
+    stored = store.sizes_here(chunk.chunk_id)
+    sound = [level for level in stored if _is_readable(store, decoder, profiles, chunk, level)]
+    for level in {*stored, RAW} - {*sound}:  # raw: records that no row counts any longer
+        writer.drop_level([chunk.chunk_id], level)
+    return info is not None and bool(exact(sound))
+
+
+def _is_readable(store: Store, decoder: Decoder, profiles: Profiles, chunk: ChunkSpec, level: str) -> bool:
+    shapes = [stored_shape(shape, len(chunk.ids)) for shape in decoder.shapes]
+    try:
+        read_chunk(store, chunk.chunk_id, level, decoder.stored_layers, profiles, shapes)
+    except DamagedError:
+        return False
+    return True

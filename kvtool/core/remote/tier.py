@@ -176,7 +176,7 @@ class Tier:
     # ---- afterwards ----
 
     def keep_fetched(self) -> None:
-        if self._fetched or self._store.notes_are_long:  # which a writer adds when it ends
+        if self._fetched or self._store.use_log.is_long:  # which a writer adds when it ends
             try:
                 self._write_fetched()
             except KvtoolError as error:  # locked, full, read-only

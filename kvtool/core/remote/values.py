@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from kvtool.core.cache import tables
 from kvtool.core.cache.chunks import read_record
-from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry, dump_json, layers_in, stated_size
+from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry, dump_json, stated_size
 from kvtool.core.cache.identity import HERE, ID_BYTES, ORIGIN
 from kvtool.core.cache.identity import chunk_id as chunk_id_of
 from kvtool.core.cache.record import DIGEST_BYTES, Kind, decode_record, seal, unseal
@@ -324,14 +324,15 @@ class Survey:
     def chunk(self, chunk_id: bytes, known: Chunk | None, foreign: bool) -> Chunk | None:
         """Describe one chunk, whose entry in the shared store's catalogue is `known`; None if the store does not
         describe it. Raises DamagedError."""
-        data = self.store.sealed_info(chunk_id)
+        with self.store.snapshot() as snapshot:
+            data = snapshot.get(tables.CHUNKS, chunk_id)
         if data is None:
             return None
         if known is not None and known.foreign != foreign:
             if foreign:
                 return known  # nothing of others is added to the pusher's own
             known = None  # records of the same size may differ: those are another user's
-        mark, layers = digest_of(data), layers_in(unseal(chunk_id, Kind.CHUNK, data))  # its value, byte for byte
+        mark, layers = digest_of(data), ChunkInfo.from_bytes(unseal(chunk_id, Kind.CHUNK, data)).layers
         sizes = self._sizes(chunk_id)
         same = self._same(sizes, known.levels if known is not None else {})
         levels, before = dict[str, Level](), list[bytes]()

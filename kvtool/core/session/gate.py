@@ -282,7 +282,7 @@ def _add_cross_dtype(
     """Add the loss of each of these makers that the result lacks, as `check` measures it; store it if any was added."""
     arithmetic, outcome = decoder.loaded.arithmetic, result
     for maker in sorted({maker for maker in makers if maker not in (None, arithmetic)}):
-        if maker in result.compared:
+        if str(maker) in result.cross_dtype_loss:
             continue
         measured = check(maker, _roughest(TOLERANCE, decoder, getattr(torch, maker.dtype)))
         if measured is not None:

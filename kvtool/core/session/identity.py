@@ -27,7 +27,7 @@ from kvtool.core.common.machine import DEVICE_KINDS, NUMBER_FORMATS, Arithmetic
 from kvtool.core.common.types import Ids
 from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.errors import DamagedError, GateError, ModelError, StoreFormatError, StoreNotFoundError, UsageError
-from kvtool.core.fusion.selectors import EXACTLY, WEIGHED
+from kvtool.core.fusion.selectors import EXACTLY
 from kvtool.core.model.options import DEFAULT_MODEL, ModelOptions
 
 if TYPE_CHECKING:
@@ -88,10 +88,6 @@ class StoreIdentity:
     def most_tokens(self) -> int:
         """Largest number of tokens of a chunk: the end of a sentence may exceed the size it was split by."""
         return 2 * self.split.max_tokens + 64
-
-    @property
-    def default_mode(self) -> str:
-        return EXACTLY[0] if self.keeps_states else WEIGHED
 
     def check_modes(self, modes: Iterable[str], deferred: bool) -> None:
         """Refuse fusion modes, and deferred loading, that a recurrent model does not have. Raises UsageError."""
@@ -329,11 +325,6 @@ class ConformanceResult:
     @property
     def passed(self) -> bool:
         return all(check.passed for check in self.checks)
-
-    @property
-    def compared(self) -> set[Arithmetic]:
-        arithmetics = (Arithmetic(*names) for names in product(NUMBER_FORMATS, DEVICE_KINDS))
-        return {arithmetic for arithmetic in arithmetics if str(arithmetic) in self.cross_dtype_loss}
 
     def to_json(self) -> dict[str, Any]:
         rows = [asdict(check) | {"passed": check.passed} for check in self.checks]

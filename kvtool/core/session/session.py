@@ -263,14 +263,14 @@ class Session:
             if result is None:
                 return False
             state.conformance = result
-        expected, makers = {None, arithmetic}, self.store.arithmetics(chunk_ids)
-        if not self.identity.keeps_states and not expected.union(state.conformance.compared).issuperset(makers):
+        others = {str(maker) for maker in self.store.arithmetics(chunk_ids) if maker not in (None, arithmetic)}
+        if not self.identity.keeps_states and not others <= state.conformance.cross_dtype_loss.keys():
             from kvtool.core.session.gate import cross_dtype_records
 
             measured = state.conformance
             state.conformance = cross_dtype_records(self.store, self.decoder, self.identity, measured, chunk_ids)
         state.conformance.enforce()
-        return expected.union(state.conformance.compared).issuperset(makers)
+        return others <= state.conformance.cross_dtype_loss.keys()
 
     def check_prefix(self, segments: Sequence[Ids], prefix: StoredPrefix) -> None:
         """Compare a prompt's stored prefix of another arithmetic with this one's own, at its first use. `segments`:

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 
 from kvtool.core.cache import tables
-from kvtool.core.cache.batch import Batch
 from kvtool.core.cache.record import Kind, KVHeader, encode_record, seal
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.tables import Row, document_row, file_row
 from kvtool.core.cache.transaction import Transaction
+from kvtool.core.cache.writer import Writer
 from kvtool.core.common.machine import Arithmetic
 from kvtool.core.corpus.reading import Reading
 from kvtool.core.corpus.walk import FoundFile
@@ -95,7 +95,7 @@ def fill(store_path: Path, files: Path, count: int) -> None:
             need = sum(len(value) for _, value in rows)
             store.environment.write(lambda transaction, rows=rows: _put(transaction, rows), 2 * need)
         last = [*_rows(_cut(path_of(files, count - 1), *_cutting(store_path)))]
-        Batch(store).commit(last)  # which counts: the index sees that documents are others
+        Writer(store).commit(last)  # which counts: the index sees that documents are others
 
 
 def _put(transaction: Transaction, rows: list[tuple[bytes, bytes]]) -> None:
