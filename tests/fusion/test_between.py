@@ -18,7 +18,7 @@ from tests.fusion.test_prefix_cache import Shelf, decoder, plan_of
 
 OTHERS: tuple[Ids, ...] = (tokens(40, 90), tokens(9, 91))
 SEVERAL = ("bamba", "falcon-h1", "lfm2", "qwen3.5")
-LONG = Sampling(24)
+LONG = Sampling.greedy(24)
 # Modes that narrow rows on the way, that ask for the question's attention first, and the rest.
 MODES = tuple(name for name in SELECTORS if name != "prefix")
 
