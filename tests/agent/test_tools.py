@@ -94,9 +94,7 @@ def test_an_excerpt_says_that_its_file_has_changed_or_gone(store: Path, tmp_path
 
 def test_an_excerpt_says_whose_document_it_is_of() -> None:
     place = {"source": "a.md", "start": 0, "end": 5, "line": 3, "text": "words"}
-    chunk = ReplyChunk(
-        "ab12", **place, score=0.123456, tokens=4, status="hit", staleness="changed", origin="their.pack"
-    )
+    chunk = ReplyChunk("ab12", **place, score=0.123456, tokens=4, status="hit", staleness="changed", origin="x.pack")
     assert _excerpt(chunk) == Excerpt("ab12", "a.md:3", "a.md", "words", 0.1235, "changed", "x.pack")
 
 
