@@ -53,11 +53,13 @@ _DIGITS = 12  # of an id, as elsewhere; `--json` has all of them
 def ls(run: Run, targets: Optional = None) -> None:
     """List documents, or their chunks."""
     from kvtool.core.cache.store import Store
-    from kvtool.core.upkeep.listing import list_documents, listed
+    from kvtool.core.upkeep.listing import list_documents, listed, parse_sort
 
     options = run.get(ListOptions)
+    sort = options.sort or "source"
+    parse_sort(sort)  # a wrong one is reported before the store is opened
     with Store.open(run.folder) as store, store.view():
-        documents, rows = list_documents(store, targets or (), options.sort, options.chunks)
+        documents, rows = list_documents(store, targets or (), sort, options.chunks)
         unfinished = len(store.unfinished_chunks())
 
     def show() -> None:

@@ -128,7 +128,7 @@ class Cache(SharedSession):
             return search(store, finder, question, retrieval)
 
     @synchronized()
-    def documents(self, *targets: str | Path, sort: str = "") -> list[dict[str, Any]]:
+    def documents(self, *targets: str | Path, sort: str = "source") -> list[dict[str, Any]]:
         """List documents as `store ls --json` does: all, or those that a path, folder, glob or chunk id selects."""
         from kvtool.core.upkeep.listing import list_documents, listed
 

@@ -154,11 +154,11 @@ def parse_sort(text: str) -> Callable[[Iterable[AnyRow]], list[AnyRow]]:
 
 
 def list_documents(
-    store: Store, targets: Sequence[str] = (), sort: str = "", by_chunk: bool = False
+    store: Store, targets: Sequence[str] = (), sort: str = "source", by_chunk: bool = False
 ) -> tuple[list[DocumentRow], list[Row]]:
     """The documents that the targets select, all without any, and their chunks. `sort`: see `parse_sort`; it orders
     documents, or chunks if `by_chunk`. Raises UsageError: a target selects nothing; DamagedError."""
-    in_order = parse_sort(sort or "source")
+    in_order = parse_sort(sort)
     with store.view():
         sources, files = {*named_documents(store, targets)} if targets else None, files_of(store)
         chosen = [document for document in store.documents() if sources is None or document.source in sources]
