@@ -36,8 +36,8 @@ def main(store: str | Path, documents: Path = PLACES, question: str = QUESTION, 
         print(f"compressed: {[level['level'] for level in levels]}")
         print(cache.query(question, level="2", top_k=3, max_tokens=16).answer)
 
-        gone = cache.rm(sorted(documents.iterdir())[0])
-        print(f"removed: {[Path(source).name for source in gone.sources]}")
+        removed = cache.remove(sorted(documents.iterdir())[0])
+        print(f"removed: {[Path(source).name for source in removed.sources]}")
 
     try:
         kvtool.open(store).query(question, ratio="150%")

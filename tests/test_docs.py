@@ -120,7 +120,7 @@ def test_options_in_examples_exist(page: Path) -> None:
 
 def test_the_python_page_names_what_exists() -> None:
     text = (DOCS / "reference" / "python.md").read_text(encoding="utf-8")
-    assert {*re.findall(r"\bcache\.([a-z_]+)\(", text)} <= {*dir(kvtool.Cache)}
+    assert {*re.findall(r"\bstore\.([a-z_]+)\(", text)} <= {*dir(kvtool.Cache)}
     assert {*re.findall(r"\bkvtool\.([A-Za-z]+)\(", text)} <= {*kvtool.__all__}
     assert {*re.findall(r"`kvtool ([a-z]+)", text)} <= {*COMMANDS}
 

@@ -35,7 +35,6 @@ from kvtool.core.common.installing import extra_line
 from kvtool.core.common.sizes import counted
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.model.options import ModelOptions
-from kvtool.core.options.option import options_of
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import ReplyChunk, Request
 from kvtool.serve.options import KeepOptions, ServeOptions
@@ -91,13 +90,12 @@ def _is_inspected(options: QueryOptions) -> bool:
 
 def _question(run: Run, request: Request, options: QueryOptions) -> dict[str, Any]:
     model = run.get(ModelOptions)
-    named = {name: getattr(options, name) for name in options_of(QueryOptions)}
     return {
         "question": request.question,
         "chunks": request.chunks,
         "documents": request.documents,
         "folder": os.getcwd(),
-        "options": named | {"embedder": placed(options.embedder)},
+        "options": vars(options) | {"embedder": placed(options.embedder)},
         "model": {name: getattr(model, name) for name in _MODEL} | {"model": placed(model.model)},
     }
 

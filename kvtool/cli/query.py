@@ -22,12 +22,14 @@ from kvtool.cli.options import Question, Run, load_session, open_any_store, take
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.timeline import Timeline, add_span, process_started
 from kvtool.core.errors import KvtoolError, UsageError, did_you_mean
+from kvtool.core.fusion.options import INSIDE, FusionOptions
 from kvtool.core.fusion.selectors import FUSIONS, REFERENCE
-from kvtool.core.model.options import ModelOptions
+from kvtool.core.model.options import ANSWER, ModelOptions, SamplingOptions
 from kvtool.core.options.option import Options, option
-from kvtool.core.query.options import ANSWER, INSIDE, ChunkChoice, QueryOptions
+from kvtool.core.query.options import ChunkChoice, QueryOptions
 from kvtool.core.query.reply import Request
 from kvtool.core.remote.options import RemoteOptions
+from kvtool.core.retrieval.options import RetrievalOptions
 from kvtool.serve.options import KeepOptions
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ class QueryFlags(Options, settings=False):
 
 @app.command(cls=Question)
 @takes(
+    *(SamplingOptions, RetrievalOptions.without("source", "embedder"), FusionOptions.without("set")),
     QueryOptions.without("source", "embedder"),
     ChunkChoice,
     QueryFlags,

@@ -11,7 +11,6 @@ from kvtool.cli.commands import new_app
 from kvtool.cli.options import ManyValues, Run, open_any_store, takes
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.sizes import counted
-from kvtool.core.errors import UsageError
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.remote.options import RemoteOptions
 
@@ -31,27 +30,20 @@ def search(
     run: Run, words: Annotated[list[str], typer.Argument(help="What to find.", metavar="WORDS...", show_default=False)]
 ) -> None:
     """Show the passages that match a question, best first. No language model is needed."""
-    from kvtool.core.query.reply import ReplyChunk
-    from kvtool.core.query.staleness import with_changes
+    from kvtool.core.query.retrieve import search
     from kvtool.core.retrieval.finder import Finder
 
-    options, question = run.get(QueryOptions), " ".join(words)
-    if not question.strip():
-        raise UsageError("the question is empty", "search for something")
     with open_any_store(run) as store:
-        found = Finder(store, run.out.warning).find(question, options.top_k, options.retrieval)
-        chunks = with_changes(store, [ReplyChunk.of(store, hit) for hit in found.hits])
+        report = search(store, Finder(store, run.out.warning), " ".join(words), run.get(QueryOptions))
 
     def show() -> None:
-        for chunk in chunks:
+        for chunk in report.chunks:
             text = " ".join(chunk.text.split())
             run.out.prose(f"{chunk.score:.2f}  {cited(chunk)}")
             run.out.prose(f"      {text[:_SHOWN]}{'…' if len(text) > _SHOWN else ''}\n")
 
-    show_corrections(run.out, found.corrections)
-    facts = {"question": question, "chunks": [chunk.found() for chunk in chunks], "chunks_omitted": found.cut}
-    run.out.result(facts | ({"corrections": [*found.corrections]} if found.corrections else {}), human=show)
-    if found.cut:
-        run.out.status(
-            f"{counted(found.cut, 'passage')} more would help a question no further; --set search.min_score=0 shows all"
-        )
+    show_corrections(run.out, report.corrections)
+    run.out.result(report.to_json(), human=show)
+    if report.chunks_omitted:
+        more = counted(report.chunks_omitted, "passage")
+        run.out.status(f"{more} more would help a question no further; --set search.min_score=0 shows all")

@@ -53,20 +53,14 @@ _DIGITS = 12  # of an id, as elsewhere; `--json` has all of them
 def ls(run: Run, targets: Optional = None) -> None:
     """List documents, or their chunks."""
     from kvtool.core.cache.store import Store
-    from kvtool.core.upkeep import listing
-    from kvtool.core.upkeep.selectors import named_documents
+    from kvtool.core.upkeep.listing import list_documents, listed, parse_sort
 
     options = run.get(ListOptions)
-    in_order = listing.parse_sort(options.sort or "source")
+    sort = options.sort or "source"
+    parse_sort(sort)  # a wrong one is reported before the store is opened
     with Store.open(run.folder) as store, store.view():
-        wanted = {*named_documents(store, targets)} if targets else None
-        rows = [row for row in listing.rows_of(store) if wanted is None or row.document.source in wanted]
-        rows = in_order(rows) if options.chunks else rows
-        documents = listing.documents_of(rows)
+        documents, rows = list_documents(store, targets or (), sort, options.chunks)
         unfinished = len(store.unfinished_chunks())
-        empty = listing.without_chunks(store)
-        documents += [row for row in empty if wanted is None or row.document.source in wanted]
-    documents = documents if options.chunks else in_order(documents)
 
     def show() -> None:
         if options.chunks:
@@ -74,7 +68,7 @@ def ls(run: Run, targets: Optional = None) -> None:
         else:
             run.out.table(_DOCUMENTS, map(_document, documents))
 
-    run.out.result({} if run.out.human else listing.listed(documents, rows), human=show)
+    run.out.result({} if run.out.human else listed(documents, rows), human=show)
     if not rows:
         run.out.status("the store holds no whole document")
     if unfinished:

@@ -16,8 +16,9 @@ from kvtool.core.evaluate.measures import Row, run_name, score
 from kvtool.core.evaluate.reference import SAME, Distance, Reference
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.loader import KVSource
+from kvtool.core.fusion.options import selector_for
 from kvtool.core.fusion.plan import Plan, build_plan
-from kvtool.core.fusion.selectors import REFERENCE, SELECTORS, parameters_of_mode, selector_for
+from kvtool.core.fusion.selectors import REFERENCE, SELECTORS, parameters_of_mode
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.generate import Generated
 from kvtool.core.options.option import Option, options_of

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.core.common.marks import Place, as_named_here
 from kvtool.core.common.sizes import counted
-from kvtool.core.fusion.selectors import MODES, REFERENCE, WEIGHED, selector_for
+from kvtool.core.fusion.options import FusionOptions, selector_for
+from kvtool.core.fusion.selectors import MODES, REFERENCE, WEIGHED
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import ChunkChoice, QueryOptions
 from kvtool.reports.page import Shown, Table
@@ -97,7 +98,7 @@ def _tokens(plan: Plan) -> dict[str, int]:
     }
 
 
-def expected_ms(session: Session, plan: Plan, speeds: Speeds, options: QueryOptions) -> dict[str, float]:
+def expected_ms(session: Session, plan: Plan, speeds: Speeds, options: FusionOptions) -> dict[str, float]:
     from kvtool.core.fusion.cost import PromptRows
     from kvtool.core.query.auto import spans_of
 

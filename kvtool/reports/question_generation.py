@@ -86,7 +86,7 @@ def _said(session: Session, pieces: Sequence[Sequence[int]], most: int) -> Gener
     ids = [token for piece in pieces for token in piece]
     session.decoder.check_length(len(ids) + most, "the store's chunks are too long for questions about them")
     logits, cache = session.decoder.prefill(ids, reserve=most)
-    sampling = Sampling(most)
+    sampling = Sampling.greedy(most)
     return generate(session.decoder, cache, first_token(logits, sampling), sampling)
 
 

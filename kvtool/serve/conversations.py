@@ -14,6 +14,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvtool.core.errors import ContextFullError
+from kvtool.core.model.options import SamplingOptions
+from kvtool.core.options.option import options_of
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
 from kvtool.serve.job import Ask, CachedConversation, Turns
@@ -26,11 +28,7 @@ if TYPE_CHECKING:
 # Not more precise: a client with the same key could find out by guesses which questions others have asked.
 _NOT_HELD = "none is held with these turns and options"
 # Options that do not change the prompt.
-_FREE = (
-    *("temperature", "seed", "top_p", "sampled_tokens", "min_p", "frequency_penalty", "presence_penalty", "logit_bias"),
-    *("repetition_penalty", "repeat_last_n", "min_tokens", "top_logprobs", "grammar", "stop_repeats", "explain"),
-    "token_ids",
-)
+_FREE = ({*options_of(SamplingOptions)} - {"max_tokens"}) | {"explain", "token_ids"}
 _FORGOTTEN = "earlier turns were dropped from the prompt but still guide retrieval"
 
 

@@ -28,7 +28,7 @@ from kvtool.core.corpus.ignoring import Roots
 from kvtool.core.corpus.readers import file_of
 from kvtool.core.errors import KvtoolError, NoSpaceError, StoreNotFoundError, UsageError
 from kvtool.core.ingest.options import IngestOptions
-from kvtool.core.query.options import QueryOptions
+from kvtool.core.retrieval.options import RetrievalOptions
 from kvtool.core.upkeep.forget import MuchError
 from kvtool.serve.engine import Engine
 from kvtool.serve.job import BusyError
@@ -86,7 +86,9 @@ class SourceQuery(Part):
 
 
 class Documents:
-    def __init__(self, engine: Engine, serving: ServeOptions, ingesting: IngestOptions, asking: QueryOptions) -> None:
+    def __init__(
+        self, engine: Engine, serving: ServeOptions, ingesting: IngestOptions, asking: RetrievalOptions
+    ) -> None:
         self._engine, self._options, self._asking = engine, ingesting, asking
         self._uploads = Uploads(serving.uploads) if serving.uploads is not None else None
         self._roots = tuple(root.resolve() for root in serving.root)

@@ -26,8 +26,8 @@ from kvtool.serve.scheduler import Scheduler
 if TYPE_CHECKING:
     from kvtool.core.ingest.report import IngestReport
     from kvtool.core.model.decoder import Decoder
-    from kvtool.core.query.options import QueryOptions
     from kvtool.core.retrieval.embed import Embeds
+    from kvtool.core.retrieval.options import RetrievalOptions
     from kvtool.core.retrieval.tables import Array
     from kvtool.core.session.session import Session
 
@@ -187,31 +187,22 @@ class Engine:
 
     def documents(self, source: str | None = None) -> list[dict[str, Any]]:
         """List documents as `kvtool store ls --json` does."""
-        from kvtool.core.upkeep.listing import documents_of, listed, rows_of
-        from kvtool.core.upkeep.selectors import named_documents
+        from kvtool.core.upkeep.listing import list_documents, listed
 
-        with Store.open(self.folder) as store, store.view():
-            meant = None if source is None else set(named_documents(store, [source]))
-            rows = list(rows_of(store))
-        documents = listed(documents_of(rows), rows)["documents"]
-        return [row for row in documents if meant is None or row["source"] in meant]
+        with Store.open(self.folder) as store:
+            documents: list[dict[str, Any]] = listed(*list_documents(store, [source] if source else ()))["documents"]
+            return documents
 
-    def search(self, question: str, options: QueryOptions) -> dict[str, Any]:
+    def search(self, question: str, options: RetrievalOptions) -> dict[str, Any]:
         """Return what `kvtool search --json` does."""
-        from kvtool.core.query.reply import ReplyChunk
-        from kvtool.core.query.staleness import with_changes
+        from kvtool.core.query.retrieve import SearchReport, search
         from kvtool.core.retrieval.finder import Finder
-        from kvtool.core.retrieval.passages import Found
 
         with self._embedding, Store.open(self.folder) as store:
             try:
-                finder = Finder(store, self._warn, self._embedder_for)
-                found = finder.find(question, options.top_k, options.retrieval)
+                return search(store, Finder(store, self._warn, self._embedder_for), question, options).to_json()
             except NothingFoundError:
-                found = Found([])
-            chunks = with_changes(store, [ReplyChunk.of(store, hit) for hit in found.hits])
-        facts = {"question": question, "chunks": [chunk.found() for chunk in chunks], "chunks_omitted": found.cut}
-        return facts | ({"corrections": [*found.corrections]} if found.corrections else {})
+                return SearchReport(question, []).to_json()
 
     # ---- state ----
 

@@ -96,7 +96,7 @@ class LoadedModel:
         if (session := self._session) is None:
             raise ModelError("no model is loaded, so there is no tokenizer", "ingest a document first")
         ask, tokenizer = describe_tools(ask, session), session.tokenizer
-        parts = parts_for(session, ask.options)
+        parts = parts_for(session, ask.options.system)
         count = len(parts.prefix) + len(question_tokens(tokenizer, ask.request.question, parts, ask.request.prefill))
         for question, answer in ask.turns or ():
             count += len(question_tokens(tokenizer, question, parts)) + len(said_tokens(tokenizer, answer))

@@ -17,6 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from kvtool.core.common.validation import complaint_of
 from kvtool.core.errors import UsageError, did_you_mean
+from kvtool.core.model.options import SamplingOptions
 from kvtool.core.options.option import options_of
 from kvtool.core.query.options import QueryOptions
 from kvtool.serve.tools import parsed_json
@@ -129,7 +130,7 @@ _MAX_LIST = 32_768  # characters of an option's values: globs are compiled, at s
 
 def _limits(option: str) -> Any:
     """Make a field with the limits of an option of `kvtool query`."""
-    declared = options_of(QueryOptions)[option]
+    declared = options_of(SamplingOptions)[option]
     return Field(None, ge=declared.lowest, le=declared.highest, json_schema_extra={"option": option})
 
 

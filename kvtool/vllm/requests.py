@@ -20,7 +20,8 @@ from kvtool.core.common.types import Warn
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.fusion.cost import LoadSpeed, PassSpeed, PromptRows, Speeds
 from kvtool.core.fusion.cost import Span as Row
-from kvtool.core.fusion.selectors import AUTO, REFERENCE, selector_for
+from kvtool.core.fusion.options import selector_for
+from kvtool.core.fusion.selectors import AUTO, REFERENCE
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.prompt import spotted

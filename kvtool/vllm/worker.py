@@ -19,7 +19,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.common.types import Warn
 from kvtool.core.errors import GateError, KvtoolError, ModelError
 from kvtool.core.fusion.engine import fuse
-from kvtool.core.fusion.selectors import selector_for
+from kvtool.core.fusion.options import selector_for
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.prompt import plan_spotted

@@ -31,7 +31,8 @@ import openai
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kvtool.core.cache.store import Store
-from kvtool.core.retrieval.finder import Finder, Retrieval
+from kvtool.core.retrieval.finder import Finder
+from kvtool.core.retrieval.options import RetrievalOptions
 from kvtool.core.session.identity import store_identity
 from samples.benchmarks.serve_load import serving
 
@@ -117,7 +118,7 @@ def until_learned(server: Server) -> None:
 
 def passages_for(finder: Finder, question: str, passages: int) -> list[str]:
     """Return the passages that a question's words find."""
-    hits = finder.find(question, passages, Retrieval("bm25")).hits
+    hits = finder.find(question, RetrievalOptions(retriever="bm25", top_k=passages, min_score=0.0)).hits
     return [(finder.own_text(hit.passage) or "").strip() for hit in hits]
 
 

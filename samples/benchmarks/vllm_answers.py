@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kvtool.core.cache.store import Store
 from kvtool.core.fusion.engine import fuse
-from kvtool.core.fusion.selectors import selector_for
+from kvtool.core.fusion.options import selector_for
 from kvtool.core.model.generate import Sampling, generate
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.model.tokens import encode
@@ -51,7 +51,7 @@ def by_kvtool(session: Session, ids: list[int], way: dict[str, Any]) -> tuple[to
         plan = plan_spotted(session, tuple(ids), spotted(session.finder.spot(ids[:-1])), options)
         selector = selector_for(options, options.mode())
         fused = fuse(session.decoder, plan, selector, session.source, _LONGEST)
-    written = generate(session.decoder, fused.cache, int(fused.logits.argmax()), Sampling(_LONGEST))
+    written = generate(session.decoder, fused.cache, int(fused.logits.argmax()), Sampling.greedy(_LONGEST))
     return torch.log_softmax(fused.logits.double(), -1), list(written.script)[:_LONGEST]
 
 

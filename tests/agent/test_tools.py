@@ -16,11 +16,12 @@ from mcp.client.client import Client
 from mcp.shared.exceptions import MCPError
 
 from kvtool.core.agent.server import LISTED, server_of, uri_of
-from kvtool.core.agent.tools import Found, Tools
+from kvtool.core.agent.tools import Excerpt, Found, Tools, _excerpt
 from kvtool.core.cache.store import Store
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import QueryOptions
-from tests.cli.working import PREFIX, QUESTION, kvtool, listing
+from kvtool.core.query.reply import ReplyChunk
+from tests.cli.working import QUESTION, kvtool, listing
 from tests.retrieval.making import ingest
 
 Talk = Callable[[Client], Awaitable[None]]
@@ -91,28 +92,10 @@ def test_an_excerpt_says_that_its_file_has_changed_or_gone(store: Path, tmp_path
     talk(place, say)
 
 
-@pytest.mark.slow
-def test_an_excerpt_says_whose_document_it_is_of(tiny: Path, tmp_path: Path) -> None:
-    own, place, pack = tmp_path / "own.md", tmp_path / "fresh", tmp_path / "theirs.kvpack"
-    own.write_text("The mill of my own was built by baker Z.")
-    (theirs := tmp_path / "theirs.md").write_text("The mill of theirs was built by baker Q.")
-    kvtool("ingest", theirs, "--store", tmp_path / "theirs", "--model", tiny, *PREFIX).fine()
-    kvtool("store", "export", pack, "--store", tmp_path / "theirs").fine()
-    kvtool("store", "import", pack, "--store", place).fine()
-    kvtool("ingest", own, "--store", place, *PREFIX).fine()
-
-    async def say(client: Client) -> None:
-        found = (await call(client, "search", question="Who built the mill?", top_k=50))["chunks"]
-        said = {chunk["source"]: chunk["origin"] for chunk in found}
-        assert said.pop(str(own)) == ""
-        assert {*said.values()} == {"theirs.kvpack"}
-        for chunk in found:
-            read = (await call(client, "read", chunk=chunk["id"], before=0, after=0))["chunks"]
-            assert [each["origin"] for each in read] == [chunk["origin"]]
-        answer = await call(client, "answer", question="Who built the mill?", top_k=5)
-        assert {each["origin"] for each in answer["sources"]} == {"", "theirs.kvpack"}
-
-    talk(place, say)
+def test_an_excerpt_says_whose_document_it_is_of() -> None:
+    place = {"source": "a.md", "start": 0, "end": 5, "line": 3, "text": "words"}
+    chunk = ReplyChunk("ab12", **place, score=0.123456, tokens=4, status="hit", staleness="changed", origin="x.pack")
+    assert _excerpt(chunk) == Excerpt("ab12", "a.md:3", "a.md", "words", 0.1235, "changed", "x.pack")
 
 
 @pytest.mark.slow

@@ -22,6 +22,8 @@ from kvtool.core.fusion.plan import Candidate, Plan, Segment, build_plan
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.generate import Sampling
+from kvtool.core.model.options import SamplingOptions
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
 from tests.families import KINDS, VOCAB, tiny_model, tiny_tokenizer
 from tests.more_families import ROUTED
@@ -294,6 +296,10 @@ def assert_full(case: Case, ids: Sequence[int], logits: torch.Tensor) -> None:
     ways = ("eager", "sdpa") if plain_model(case.name, case.dtype)._supports_sdpa else ("eager",)
     plain = max(rms(plain_logits(case.name, case.dtype, prompt, how) - exact) for how in ways)
     assert rms(logits - exact) <= (5 if case.name in MOE else 2) * plain
+
+
+def sampling(**options: Any) -> Sampling:
+    return Sampling(SamplingOptions(stop_repeats=False, **options))
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:

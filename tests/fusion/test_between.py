@@ -18,7 +18,7 @@ from tests.fusion.test_prefix_cache import Shelf, decoder, plan_of
 
 OTHERS: tuple[Ids, ...] = (tokens(40, 90), tokens(9, 91))
 SEVERAL = ("bamba", "falcon-h1", "lfm2", "qwen3.5")
-LONG = Sampling(24)
+LONG = Sampling.greedy(24)
 # Modes that narrow rows on the way, that ask for the question's attention first, and the rest.
 MODES = tuple(name for name in SELECTORS if name != "prefix")
 
@@ -32,7 +32,7 @@ class Beside:
 
     def __post_init__(self) -> None:
         for ids in OTHERS:
-            logits, cache = self.decoder.prefill(ids, reserve=LONG.max_tokens)
+            logits, cache = self.decoder.prefill(ids, reserve=LONG.options.max_tokens)
             self.sequences.append(AnswerSequence(self.decoder, cache, [first_token(logits, LONG)], LONG))
             self.together.add(self.sequences[-1])
 
@@ -49,7 +49,7 @@ class Beside:
 def alone(one: Decoder) -> list[Ids]:
     found: list[Generated] = []
     for ids in OTHERS:
-        logits, cache = one.prefill(ids, reserve=LONG.max_tokens)
+        logits, cache = one.prefill(ids, reserve=LONG.options.max_tokens)
         found.append(generate(one, cache, first_token(logits, LONG), LONG))
     return [each.ids for each in found]
 

@@ -94,7 +94,7 @@ def test_full_is_what_transformers_gives(name: str) -> None:
     assert not made.new
     assert made.fused.tokens.fresh == plan.length
     logits = made.fused.logits
-    said = generate(decoder(name), made.fused.cache, first_token(logits, Sampling()), Sampling(max_tokens=32))
+    said = generate(decoder(name), made.fused.cache, first_token(logits, Sampling.greedy(1)), Sampling.greedy(32))
     assert said.ids == plain_text(name, "float32", tuple(plan.ids), 32)
 
 
@@ -109,7 +109,7 @@ def test_behind_a_stored_beginning_it_says_the_same(name: str) -> None:
     assert second.fused.tokens.reused == first.fused.plan.length - len(QUESTION)
     assert not second.new
     said = generate(
-        decoder(name), second.fused.cache, first_token(second.fused.logits, Sampling()), Sampling(max_tokens=32)
+        decoder(name), second.fused.cache, first_token(second.fused.logits, Sampling.greedy(1)), Sampling.greedy(32)
     )
     assert said.ids == plain_text(name, "float32", tuple(second.fused.plan.ids), 32)
 

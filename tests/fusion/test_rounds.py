@@ -59,8 +59,8 @@ def in_rounds(
     source = source or one.source
     fused = one.fuse(one.plan(FIRST, lead_in=BOS), selector, source, reserve=200)
     for chunks in later:
-        sampling = Sampling(said)
         if said:
+            sampling = Sampling.greedy(said)
             generate(one.decoder, fused.cache, first_token(fused.logits, sampling), sampling)
         wanted = [Candidate(ids, reason="lost") if ids in holes else one.candidate(ids, BOS) for ids in chunks]
         now = extend_fused(one.decoder, fused, wanted, selector, source, patience=patience)

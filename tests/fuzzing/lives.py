@@ -419,7 +419,7 @@ class StoreLife:
         pack, other = self.folder / "store.kvpack", self.folder / f"packed-{dice.getrandbits(30)}"
         self.near.export(pack, force=True)
         self.packed = dict(self.committed)
-        self._filled(other, lambda cache: cache.take(pack), dice)
+        self._filled(other, lambda cache: cache.import_(pack), dice)
 
     def _old_pack(self, dice: random.Random) -> None:
         self._joined(getattr(self, "packed", None), lambda: self.near.take(self.folder / "store.kvpack"), dice)

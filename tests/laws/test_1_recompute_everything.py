@@ -26,7 +26,7 @@ def holds(case: Case, selector: Selector, lead_in: Ids = BOS, tokens: int = TOKE
     fused = case.fuse(plan, selector, reserve=tokens)
     assert_full(case, plan.ids, fused.logits)
     if case.dtype == "float32":
-        sampling = Sampling(max_tokens=tokens)
+        sampling = Sampling.greedy(tokens)
         first = first_token(fused.logits, sampling)
         said = generate(case.decoder, fused.cache, first, sampling).ids
         assert said == plain_text(case.name, case.dtype, tuple(plan.ids), tokens)

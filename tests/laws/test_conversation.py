@@ -52,7 +52,7 @@ def talked(one: Case, selector: Selector, answers: list[Ids] | None = None) -> t
     fused = one.fuse(one.plan(chunks, lead_in=BOS, question=question), selector, reserve=20)
     for number, (chunks, question) in enumerate(later):
         if answers is None:
-            sampling = Sampling(SAID)
+            sampling = Sampling.greedy(SAID)
             ids = generate(decoder, fused.cache, first_token(fused.logits, sampling), sampling).ids
             computed = fused.cache.buffers[0].length - fused.plan.length
         else:
@@ -85,7 +85,7 @@ def test_recompute_everything_is_full_prefill_of_all_turns(family: str, dtype: s
 
 
 def goes_on(decoder: Decoder, fused: Fused) -> Ids:
-    sampling = Sampling(CHECKED)
+    sampling = Sampling.greedy(CHECKED)
     return generate(decoder, fused.cache, first_token(fused.logits, sampling), sampling).ids
 
 
@@ -94,7 +94,8 @@ def test_a_model_that_keeps_states_goes_on_exactly(family: str) -> None:
     """Also where a question was begun after the states, and given up."""
     one = decoder(family)
     fused = fuse_prefix(one, plan_of(), Full(), StoredPrefix((), ()), Shelf().read, reserve=20).fused
-    said, cache = generate(one, fused.cache, first_token(fused.logits, Sampling(SAID)), Sampling(SAID)).ids, fused.cache
+    greedy, cache = Sampling.greedy(SAID), fused.cache
+    said = generate(one, cache, first_token(fused.logits, greedy), greedy).ids
     assert isinstance(cache, StateCache)
     computed = cache.buffers[0].length - fused.plan.length
     one.append((*said[computed:], *HEADER), cache)

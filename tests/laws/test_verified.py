@@ -10,7 +10,7 @@ import torch
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.model.generate import Generated, Sampling, first_token, follow, generate
-from tests.fusion.making import BOS, IDLE, Case, tokens
+from tests.fusion.making import BOS, IDLE, Case, sampling, tokens
 from tests.fusion.making import case as shared_case
 
 TOKENS = 19  # of an answer: more than one step in machine code takes
@@ -54,23 +54,23 @@ def holds(case: Case, sampling: Sampling, *more: Sequence[int]) -> Generated:
 
 @pytest.mark.every_family
 def test_whatever_the_draft_was(case: Case) -> None:
-    holds(case, Sampling(TOKENS, top_logprobs=2))
+    holds(case, sampling(max_tokens=TOKENS, top_logprobs=2))
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek-v2"])
 def test_an_end_inside(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Full prefill ends where the draft goes on, and goes on where the draft ends."""
     case = shared_case(name)
-    plain = said(case, case.fuse(case.plan(lead_in=BOS), Full(), reserve=TOKENS), Sampling(TOKENS)).ids
+    plain = said(case, case.fuse(case.plan(lead_in=BOS), Full(), reserve=TOKENS), Sampling.greedy(TOKENS)).ids
     end = next(token for at, token in enumerate(plain) if at >= 5 and token not in plain[:at])
     monkeypatch.setattr(case.decoder.model.generation_config, "eos_token_id", [1, end])
     at = plain.index(end)
     longer, shorter = (*plain[:at], *tokens(6, 90)), (*plain[: at - 2], end)
-    answer = holds(case, Sampling(TOKENS), longer, shorter, plain[:1], (), tokens(TOKENS, 92))
+    answer = holds(case, Sampling.greedy(TOKENS), longer, shorter, plain[:1], (), tokens(TOKENS, 92))
     assert (answer.ids, answer.end, answer.finish) == (plain[:at], end, "stop")
 
 
 @pytest.mark.parametrize("most", [1, 2, 17])
 def test_a_cut(most: int) -> None:
-    answer = holds(shared_case("qwen3"), Sampling(most, frequency_penalty=1.5), tokens(most, 91))
+    answer = holds(shared_case("qwen3"), sampling(max_tokens=most, frequency_penalty=1.5), tokens(most, 91))
     assert len(answer.ids) == most

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -9,26 +11,26 @@ import torch
 
 from kvtool.core.errors import KvtoolError
 from kvtool.core.model.generate import AnswerSequence, ContinuousBatch, Generated, Sampling, first_token, generate
-from tests.fusion.making import NAMES, Case, case, tokens
+from tests.fusion.making import NAMES, Case, case, sampling, tokens
 from tests.model.test_repeats import streamed
 
 LENGTHS = (30, 3, 150, 77)  # tokens of the prompts
 
 
-def sampling(number: int, **more: object) -> Sampling:
+def sampling_of(number: int, stop: tuple[str, ...] = ()) -> Sampling:
     """Every other one samples, each with a seed of its own."""
-    return Sampling(10 + 3 * number, temperature=1.0 * (number % 2), seed=number, **more)  # type: ignore[arg-type]
+    return replace(sampling(max_tokens=10 + 3 * number, temperature=1.0 * (number % 2), seed=number), stop=stop)
 
 
-def begun(case_: Case, number: int, on_text: object = None, **more: object) -> AnswerSequence:
+def begun(case_: Case, number: int, on_text: object = None, **more: Any) -> AnswerSequence:
     logits, cache = case_.decoder.prefill(tokens(LENGTHS[number], number))
-    wanted = sampling(number, **more)
+    wanted = sampling_of(number, **more)
     return AnswerSequence(case_.decoder, cache, [first_token(logits, wanted)], wanted, on_text)  # type: ignore[arg-type]
 
 
-def alone(case_: Case, number: int, **more: object) -> Generated:
+def alone(case_: Case, number: int, **more: Any) -> Generated:
     logits, cache = case_.decoder.prefill(tokens(LENGTHS[number], number))
-    wanted = sampling(number, **more)
+    wanted = sampling_of(number, **more)
     return generate(case_.decoder, cache, first_token(logits, wanted), wanted)
 
 
@@ -110,7 +112,7 @@ def test_a_step_that_fails_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_answer_of_one_token_is_done_at_once() -> None:
     shared = case("llama")
     logits, cache = shared.decoder.prefill(tokens(9, 1))
-    wanted = Sampling(1)
+    wanted = Sampling.greedy(1)
     sequence = AnswerSequence(shared.decoder, cache, [first_token(logits, wanted)], wanted)
     batch = batch_of(sequence)
     assert batch.step() == [sequence]

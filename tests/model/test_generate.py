@@ -28,11 +28,12 @@ from kvtool.core.model.generate import (
     nucleus,
     stop_ids,
 )
+from kvtool.core.model.options import SamplingOptions
 from kvtool.core.model.tokens import TextStream, encode
 from tests.families import tiny_model
-from tests.fusion.making import BOS, NAMES, Case, case, decoder_of, plain_model, tokenizer
+from tests.fusion.making import BOS, NAMES, Case, case, decoder_of, plain_model, sampling, tokenizer
 
-GREEDY = Sampling(max_tokens=16)
+GREEDY = Sampling.greedy(16)
 
 
 def answer(case_: Case, fused: Fused, sampling: Sampling, on_text: Any = None) -> Generated:
@@ -89,8 +90,8 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         monkeypatch.setattr(shared.decoder, "extend", extend)
         pieces: list[str] = []
-        sampling = Sampling(max_tokens=options.pop("max_tokens", len(ids)))
-        found = generate(shared.decoder, fused.cache, ids[0], sampling, pieces.append)
+        most = options.pop("max_tokens", len(ids))
+        found = generate(shared.decoder, fused.cache, ids[0], Sampling.greedy(most), pieces.append)
         monkeypatch.undo()
         return found, pieces
 
@@ -150,13 +151,13 @@ def test_no_more_than_max_tokens(scripted: Any, count: int) -> None:
 def test_a_beginning_goes_on_as_if_it_had_not_been_looked_at(name: str, most: int) -> None:
     shared = case(name)
     plan = shared.plan(lead_in=BOS)
-    whole = answer(shared, shared.fuse(plan, Reuse(), reserve=40), Sampling(40))
+    whole = answer(shared, shared.fuse(plan, Reuse(), reserve=40), Sampling.greedy(40))
     fused = shared.fuse(plan, Reuse(), reserve=40)
     begun = greedy_prefix(shared.decoder, fused.cache, fused.logits, most)
     assert begun.ids == whole.script[:most]
     pieces: list[str] = []
     first, *more = begun.ids
-    found = generate(shared.decoder, fused.cache, first, Sampling(40), pieces.append, more)
+    found = generate(shared.decoder, fused.cache, first, Sampling.greedy(40), pieces.append, more)
     assert (found.text, found.ids, found.end) == (whole.text, whole.ids, whole.end)
     assert "".join(pieces) == whole.text
 
@@ -179,8 +180,8 @@ def test_seeded_sampling_is_repeatable(name: str) -> None:
 
     def sampled(seed: int) -> tuple[int, ...]:
         torch.rand(3)  # the global random state is somewhere else each time
-        sampling = Sampling(max_tokens=12, temperature=1.0, seed=seed)
-        return answer(shared, shared.fuse(plan, SELECTORS[name]()), sampling).ids
+        fused = shared.fuse(plan, SELECTORS[name]())
+        return answer(shared, fused, sampling(max_tokens=12, temperature=1.0, seed=seed)).ids
 
     with torch.random.fork_rng(devices=[]):
         first = [sampled(seed) for seed in range(4)]
@@ -194,7 +195,8 @@ def test_after_full_prefill_it_samples_what_transformers_samples(temperature: fl
     plan = shared.plan(lead_in=BOS)
     prompt = torch.tensor([plan.ids])
     with torch.random.fork_rng(devices=[]):
-        found = answer(shared, shared.fuse(plan, Full(), reserve=12), Sampling(12, temperature, seed=3))
+        seeded = sampling(max_tokens=12, temperature=temperature, seed=3)
+        found = answer(shared, shared.fuse(plan, Full(), reserve=12), seeded)
         torch.manual_seed(3)
         expected = plain_model("llama", "float32").generate(
             prompt,
@@ -207,19 +209,8 @@ def test_after_full_prefill_it_samples_what_transformers_samples(temperature: fl
 def test_a_temperature_next_to_nothing_is_greedy() -> None:
     logits = torch.tensor([40.0, 39.0, 42.0, -torch.inf])
     for temperature in (1e-9, 1e-45, 1e-300):
-        assert first_token(logits, Sampling(temperature=temperature)) == 2
-    assert first_token(torch.tensor([1e38, 3e38, -3e38]), Sampling(temperature=1e-5)) == 1  # divided, they overflow
-
-
-def test_sampling_follows_the_temperature() -> None:
-    logits = torch.tensor([2.0, 1.0, 0.0])
-    with torch.random.fork_rng(devices=[]):
-        cold = {first_token(logits, Sampling(temperature=0.01, seed=seed)) for seed in range(50)}
-        warm = [first_token(logits, Sampling(temperature=1.0, seed=seed)) for seed in range(1000)]
-    assert cold == {0}
-    shares = torch.bincount(torch.tensor(warm), minlength=3) / len(warm)
-    torch.testing.assert_close(shares, logits.softmax(0), atol=0.05, rtol=0)
-    assert first_token(logits, Sampling()) == 0
+        assert first_token(logits, sampling(temperature=temperature)) == 2
+    assert first_token(torch.tensor([1e38, 3e38, -3e38]), sampling(temperature=1e-5)) == 1  # divided, they overflow
 
 
 def test_numbers_that_are_not_finite_are_no_answer() -> None:
@@ -229,66 +220,67 @@ def test_numbers_that_are_not_finite_are_no_answer() -> None:
         logits[4] = wrong
         for choose in (first_token, next_token):  # later ones can overflow, too
             with pytest.raises(ModelError, match="finite") as caught:
-                choose(logits, Sampling())
+                choose(logits, sampling())
             assert "full" in caught.value.hint
     logits[4], logits[2] = float("-inf"), 1.0  # a token that the model rules out
-    assert first_token(logits, Sampling()) == 2
+    assert first_token(logits, sampling()) == 2
     with pytest.raises(ModelError):
-        first_token(torch.full((9,), float("-inf")), Sampling())
+        first_token(torch.full((9,), float("-inf")), sampling())
 
 
 def test_biases_and_penalties_are_those_of_the_equation() -> None:
     logits, bias = torch.tensor([1.0, 0.5, 0.25, 0.0]), {3: 0.75, 1: -4.0}
-    sampling = Sampling(frequency_penalty=0.3, presence_penalty=0.4, logit_bias=tuple(bias.items()))
+    biases = [f"{token}={number}" for token, number in bias.items()]
+    state = sampling(frequency_penalty=0.3, presence_penalty=0.4, logit_bias=biases)
     counts = [0] * 4
     for choose in (first_token, *[next_token] * 11):
         wanted = [
             float(logits[j]) + bias.get(j, 0.0) - counts[j] * 0.3 - (counts[j] > 0) * 0.4 for j in range(len(logits))
         ]
-        assert adjusted(logits, sampling).tolist() == pytest.approx(wanted)
-        token = choose(logits, sampling)
+        assert adjusted(logits, state).tolist() == pytest.approx(wanted)
+        token = choose(logits, state)
         assert token == max(range(4), key=lambda j: wanted[j])
         counts[token] += 1
     assert min(counts[0], counts[2], counts[3]) > 0
-    first_token(logits, sampling)  # of another answer, which begins anew
-    assert len(sampling.said) == 1
+    first_token(logits, state)  # of another answer, which begins anew
+    assert len(state.said) == 1
     assert logits.tolist() == [1.0, 0.5, 0.25, 0.0]
 
 
 def test_a_repetition_penalty_counts_the_last_tokens_of_the_answer() -> None:
     logits = torch.tensor([2.0, -1.0, 1.0, 0.5])
     for last, wanted in ((-1, [1.0, -2.0, 1.0, 0.5]), (1, [2.0, -2.0, 1.0, 0.5]), (0, [2.0, -1.0, 1.0, 0.5])):
-        sampling = Sampling(repetition_penalty=2.0, repeat_last_n=last)
-        sampling.said.extend([0, 1])
-        assert adjusted(logits, sampling).tolist() == pytest.approx(wanted)
-        assert not sampling.is_greedy
+        state = sampling(repetition_penalty=2.0, repeat_last_n=last)
+        state.said.extend([0, 1])
+        assert adjusted(logits, state).tolist() == pytest.approx(wanted)
+        assert not state.options.is_greedy
     assert logits.tolist() == [2.0, -1.0, 1.0, 0.5]
 
 
 def test_no_end_is_chosen_before_the_minimum_length() -> None:
-    logits, sampling = torch.tensor([0.0, 9.0, 1.0]), Sampling(min_tokens=2, ends=(1,))
-    assert [first_token(logits, sampling), *(next_token(logits, sampling) for _ in range(2))] == [2, 2, 1]
+    logits, state = torch.tensor([0.0, 9.0, 1.0]), Sampling(SamplingOptions(min_tokens=2), ends=(1,))
+    assert [first_token(logits, state), *(next_token(logits, state) for _ in range(2))] == [2, 2, 1]
 
 
 @pytest.mark.parametrize(
     ("options", "kept"),
     [
         ({}, [0, 1, 2, 3]),
-        ({"top_k": 2}, [1, 3]),
-        ({"top_k": 9}, [0, 1, 2, 3]),
+        ({"sampled_tokens": 2}, [1, 3]),
+        ({"sampled_tokens": 9}, [0, 1, 2, 3]),
         ({"min_p": 0.5}, [1, 3]),
         ({"min_p": 1.0}, [1]),
-        ({"top_k": 3, "top_p": 0.77}, [1, 3]),  # of the chances of three tokens
+        ({"sampled_tokens": 3, "top_p": 0.77}, [1, 3]),  # of the chances of three tokens
     ],
 )
 def test_unlikely_tokens_are_not_drawn(options: dict[str, Any], kept: list[int]) -> None:
-    chances = likely(torch.tensor([0.05, 0.45, 0.2, 0.3]), Sampling(temperature=1.0, **options))
+    chances = likely(torch.tensor([0.05, 0.45, 0.2, 0.3]), SamplingOptions(temperature=1.0, **options))
     assert chances.nonzero().flatten().tolist() == kept
 
 
 def test_a_bias_of_no_token_is_refused() -> None:
     with pytest.raises(UsageError, match="token 4"):
-        next_token(torch.zeros(4), Sampling(logit_bias=((4, 1.0),)))
+        next_token(torch.zeros(4), sampling(logit_bias="4=1"))
 
 
 @pytest.mark.parametrize("top_p", [0.0, 0.3, 0.5, 0.85, 1.0])
@@ -302,24 +294,18 @@ def test_top_p_keeps_the_fewest_tokens_that_are_enough(top_p: float) -> None:
         total += float(chances[token])
     assert {*nucleus(chances, top_p).nonzero()[:, 0].tolist()} == kept
     logits = chances.log()
-    drawn = {first_token(logits, Sampling(temperature=1.0, top_p=top_p, seed=seed)) for seed in range(400)}
+    drawn = {first_token(logits, sampling(temperature=1.0, top_p=top_p, seed=seed)) for seed in range(400)}
     assert drawn == kept
-
-
-def test_top_p_leaves_shares_as_they_are() -> None:
-    logits, count = torch.tensor([0.5, 0.3, 0.2]).log(), 4000
-    drawn = [first_token(logits, Sampling(temperature=1.0, top_p=0.7, seed=seed)) for seed in range(count)]
-    assert drawn.count(0) / count == pytest.approx(0.5 / 0.8, abs=0.03)
 
 
 def test_log_probabilities_are_the_models_own() -> None:
     logits = torch.tensor([1.0, 3.0, 2.0, 0.0])
-    sampling = Sampling(top_logprobs=2, logit_bias=((0, 9.0),), presence_penalty=1.0)
-    assert first_token(logits, sampling) == next_token(logits, sampling) == 0
+    state = sampling(top_logprobs=2, logit_bias="0=9", presence_penalty=1.0)
+    assert first_token(logits, state) == next_token(logits, state) == 0
     wanted = logits.double().softmax(0).log().tolist()
-    for (token, log_p), best in sampling.noted:
+    for (token, log_p), best in state.noted:
         assert token == 0
         assert log_p == pytest.approx(wanted[0])
         assert [one for one, _ in best] == [1, 2]
         assert [one for _, one in best] == pytest.approx([wanted[1], wanted[2]])
-    assert len(sampling.noted) == 2
+    assert len(state.noted) == 2

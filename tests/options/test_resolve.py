@@ -14,7 +14,6 @@ from kvtool.cli.options import SETTINGS
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common import files
 from kvtool.core.errors import UsageError
-from kvtool.core.fusion.selectors import AUTO, FUSIONS, MODES
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.options import resolve as module
 from kvtool.core.options.option import Option, options_of
@@ -298,11 +297,6 @@ def test_rooms_that_share_a_setting_mean_the_same() -> None:
             shared = KNOWN[option.setting]
             own = (option.kind, option.default, option.help, option.flag)
             assert own == (shared.kind, shared.default, shared.help, shared.flag)
-
-
-def test_the_registry_knows_the_default_fusion_and_the_suggested_ones() -> None:
-    assert (*MODES, AUTO) == FUSIONS
-    assert {QueryOptions().mode(), QueryOptions().mode(keeps_states=True)} <= {*MODES}
 
 
 def test_every_variable_that_is_read_anywhere_is_known() -> None:

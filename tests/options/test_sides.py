@@ -79,12 +79,13 @@ CALLS = [
     (lambda cache: cache.compress("9"), "levels: '9' is none of 1..4, auto, lossless, cachegen-1..4"),
     (lambda cache: cache.prune(max_size="much"), "max_size: 'much' is not a size"),
     (lambda cache: cache.push("file:///x", dleete=True), "unknown option 'dleete'"),
-    (lambda cache: cache.rm("x", dry=True), "unknown option 'dry'"),
+    (lambda cache: cache.remove("x", dry=True), "unknown option 'dry'"),
     (lambda cache: cache.query(None), "question: None is not text"),
     (lambda cache: cache.query("Who?", chunks=5), "chunks: 5 is no list"),
     (lambda cache: cache.query("Who?", chunks="abcdef", documents="a.md"), "--chunks and --documents exclude"),
-    (lambda cache: cache.budget("much"), "size: 'much' is not a size"),
-    (lambda cache: cache.budget(-1), "size: -1 is less than 1"),
+    (lambda cache: cache.set_budget("much"), "'much' is not a size"),
+    (lambda cache: cache.set_budget(-1), "-1 is not a size"),
+    (lambda cache: cache.search("mill", top_k=0), "top_k: 0 is less than 1"),
 ]
 
 

@@ -71,7 +71,7 @@ def contents(path: Path) -> tuple[object, ...]:
 
 def test_a_store_comes_back_bit_for_bit(fitted: Path, pack: Path, tmp_path: Path) -> None:
     with kvtool_api.open(tmp_path / "new") as cache:
-        assert cache.take(pack, mine=True).damaged == []
+        assert cache.import_(pack, mine=True).damaged == []
         assert cache.export(tmp_path / "back.kvpack").documents == 2
     assert (tmp_path / "back.kvpack").read_bytes() == pack.read_bytes()
     assert contents(tmp_path / "new") == contents(fitted)

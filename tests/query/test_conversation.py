@@ -55,7 +55,7 @@ def test_its_prompt_is_all_turns_as_the_template_has_them(mode: str, corpus: Pat
         talk = cache.conversation(fusion=mode, ratio=1.0, **ASKING)
         talk.ask(FIRST)
         reply = talk.ask(SECOND)
-        session = cache._opened()
+        session = cache._open_session()
         text = session.tokenizer.decode(reply.fused.plan.text_ids)
     assert text.count("<|user|>") == text.count("<|assistant|>") == 2
     assert text.count("<|system|>") == 1
@@ -181,7 +181,7 @@ def test_what_stands_is_made_anew_of_another_instruction_or_other_records(
     options = QueryOptions(level="4", fusion="reuse", **ASKING)
     told = list[str]()
     with package.open(store, warn=lambda text, hint: told.append(text)) as cache:
-        session = cache._opened()
+        session = cache._open_session()
         talk = Conversation.over(session, options, by_text=True)
         first = talk.ask(FIRST)
         change(store)
@@ -206,7 +206,7 @@ def test_new_documents_leave_what_stands(store: Path, tmp_path: Path) -> None:
 def test_what_cannot_be_gone_through_anew_starts_over(store: Path) -> None:
     told = list[str]()
     with package.open(store, warn=lambda text, hint: told.append(text)) as cache:
-        talk = Conversation.over(cache._opened(), QueryOptions(**ASKING))
+        talk = Conversation.over(cache._open_session(), QueryOptions(**ASKING))
         chunks = [chunk.id for chunk in talk.ask(Request(FIRST, documents=("mill2.md",))).chunks]
         with Store.open(store) as opened, opened.writer() as writer:
             (path,) = [entry.path for entry in opened.files() if entry.path.endswith("mill2.md")]

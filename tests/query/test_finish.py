@@ -111,7 +111,7 @@ def test_an_answer_is_streamed_in_python(store: Path) -> None:
         reply = cache.query(QUESTION, stream=pieces.append, max_tokens=12)
         assert len(pieces) > 1
         assert "".join(pieces).strip() == reply.answer == cache.query(QUESTION, max_tokens=12).answer
-        with pytest.raises(UsageError, match="stream: True is no function"):
+        with pytest.raises(UsageError, match="stream: True is not a function"):
             cache.query(QUESTION, stream=True)  # type: ignore[arg-type]
 
 

@@ -12,8 +12,9 @@ import pytest
 import kvtool
 from kvtool.cli.options import SETTINGS
 from kvtool.core.errors import UsageError
+from kvtool.core.fusion import options as fusion_options
 from kvtool.core.fusion import selectors
-from kvtool.core.fusion.selectors import selector_for
+from kvtool.core.fusion.options import selector_for
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.blend import Blend
 from kvtool.core.fusion.selectors.union import Union
@@ -90,10 +91,12 @@ def test_a_new_mode_needs_no_other_change(monkeypatch: pytest.MonkeyPatch) -> No
         name: ClassVar[str] = "spread"
         steps: int = 7
 
-    kind_of = selectors._kind_of
+    kind_of = selectors.selector_class
     monkeypatch.setattr(selectors, "MODES", (*selectors.MODES, "spread"))
     monkeypatch.setattr("kvtool.core.query.options.MODES", selectors.MODES)
-    monkeypatch.setattr(selectors, "_kind_of", lambda mode: Spread if mode == "spread" else kind_of(mode))
+    for room in (selectors, fusion_options):
+        monkeypatch.setattr(room, "selector_class", lambda mode: Spread if mode == "spread" else kind_of(mode))
+    monkeypatch.setattr(fusion_options, "MODES", selectors.MODES)
     assert every_parameter()["spread.steps"].default == 7
     assert selector_for(QueryOptions(set=("spread.steps=3",)), "spread") == Spread(steps=3)
 

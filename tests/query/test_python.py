@@ -13,7 +13,8 @@ import kvtool
 from kvtool.core.api import Cache
 from kvtool.core.fusion.selectors import FUSIONS
 from kvtool.core.query.reply import Reply, read_batch
-from tests.cli.working import SEEN, chunks_of, drop_records
+from tests.cli.working import QUESTION, SEEN, chunks_of, drop_records, listing
+from tests.cli.working import kvtool as command
 from tests.query.test_revision import facts
 
 
@@ -45,6 +46,16 @@ def test_options_that_were_made_before_are_asked_with(store: Path) -> None:
         assert asked.tokens["generated"] <= 3
         with pytest.raises(kvtool.KvtoolError, match="offline is the same for all"):
             cache.query("Where?", **vars(kvtool.QueryOptions(offline=True)))
+
+
+def test_a_store_is_searched_and_listed_without_a_model(store: Path) -> None:
+    with kvtool.open(store) as opened:
+        report, documents, stats = opened.search(QUESTION, top_k=2), opened.documents(sort="-source"), opened.stats()
+        assert opened._session is None
+    by_command = command("search", QUESTION, "--top-k", 2, "--store", store, "--json").fine().json
+    assert {"schema": by_command["schema"], **report.to_json()} == by_command
+    assert documents == listing(store)[::-1]
+    assert stats["documents"] == len(documents)
 
 
 def test_a_line_may_hold_any_separator_that_json_allows(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_what_cannot_be_verified_is_refused(store: Path, cache: package.Cache, t
     kvtool(*asked, "--verify", "--temperature", "0.5").failed(2, "--verify and --temperature", "--temperature 0")
     kvtool(*asked, "--verify", "--compare", "reuse").failed(2, "--compare", "--no-verify")
     with pytest.raises(UsageError, match="as each mode gives them"):
-        compare(cache._opened(), Request(QUESTION), QueryOptions(verify=True), ["reuse"])
+        compare(cache._open_session(), Request(QUESTION), QueryOptions(verify=True), ["reuse"])
     config = tmp_path / "kvtool.toml"
     config.write_text("[query]\nverify = true\n", "utf-8")
     row = kvtool(*asked, "--config", config, "--json", "--audit", "1").fine()

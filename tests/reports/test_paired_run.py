@@ -10,7 +10,8 @@ from transformers import DynamicCache
 
 from kvtool.core.evaluate.reference import Reference
 from kvtool.core.fusion.engine import Fused, fuse
-from kvtool.core.fusion.selectors import SELECTORS, selector_for
+from kvtool.core.fusion.options import selector_for
+from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.model.generate import Generated, Sampling, first_token, generate
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.prompt import PromptLayout
@@ -29,7 +30,7 @@ LONGEST = 12
 
 def scratch(own: Case, spec: RunSpec, options: QueryOptions, chunks: tuple[tuple[int, ...], ...]) -> Generated:
     fused = fused_by(own, spec, options, chunks)
-    sampling = Sampling(options.max_tokens)
+    sampling = Sampling.greedy(options.max_tokens)
     return generate(own.decoder, fused.cache, first_token(fused.logits, sampling), sampling)
 
 

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from kvtool.core.errors import UsageError
-from kvtool.core.fusion.selectors import SELECTORS, selector_for
+from kvtool.core.fusion.options import selector_for
+from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.query.options import QueryOptions
 from kvtool.reports.paired_run import parse_run, parse_runs
 from kvtool.reports.summary import ordered

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from kvtool.core.cache.entries import ChunkRef, DocumentEntry, FileEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.retrieval.index import Index
+from kvtool.core.retrieval.options import RetrievalOptions
 from kvtool.core.retrieval.passages import Passage, found_by
 from kvtool.core.retrieval.search import Search
 from kvtool.core.retrieval.segment import IndexSegment, MarkedDocument
@@ -55,3 +57,7 @@ def search_in(index: Index, texts: Mapping[str, str]) -> Search:
         return found_by(entry_of(passage.source, texts[passage.source]))[passage.index]
 
     return Search(index, text)
+
+
+def retrieval(retriever: str = "auto", embedder: Path | None = None, **more: Any) -> RetrievalOptions:
+    return RetrievalOptions.of({"retriever": retriever, "embedder": embedder, "min_score": 0.0, **more})

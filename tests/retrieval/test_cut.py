@@ -10,8 +10,8 @@ from kvtool.core.cache.store import Store
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
 from kvtool.core.query.retrieve import find_chunks
-from kvtool.core.retrieval.finder import Finder, Retrieval
-from tests.retrieval.making import store_of
+from kvtool.core.retrieval.finder import Finder
+from tests.retrieval.making import retrieval, store_of
 
 TEXTS = {
     "dome": "the observatory was founded by ilse varnholt who founded the observatory on the hill",
@@ -59,9 +59,9 @@ def test_what_is_named_or_read_in_rounds_is_not_cut(finder: Finder) -> None:
 
 
 def test_likeness_alone_cuts_nothing(tmp_path: Path, static_model: Path) -> None:
-    how = Retrieval("dense", str(static_model), min_score=1.0)
+    how = retrieval("dense", static_model, top_k=2, min_score=1.0)
     with store_of(tmp_path / "likened", {"a": "the mill", "b": "the stream", "c": "the loaf"}) as likened:
-        hits, cut, _ = Finder(likened).find("grinder grinder river", 2, how)
+        hits, cut, _ = Finder(likened).find("grinder grinder river", how)
     assert [hit.passage.source for hit in hits] == ["a", "b"]
     assert cut == 0
 

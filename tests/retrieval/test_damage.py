@@ -11,8 +11,10 @@ import pytest
 
 from kvtool.core.cache.integrity import find_damage
 from kvtool.core.cache.store import Store
-from kvtool.core.retrieval.finder import Finder, Retrieval
+from kvtool.core.retrieval.finder import Finder
+from kvtool.core.retrieval.options import RetrievalOptions
 from tests.cli.working import kvtool
+from tests.retrieval.making import retrieval
 
 TEXTS = {
     "a": "The mill\n\nA grinder of bread.\n\nThe loaf.",
@@ -32,13 +34,13 @@ def cut(path: Path, bit: int) -> None:
     path.write_bytes(path.read_bytes()[: bit // 8])
 
 
-WORDS = Retrieval("bm25")
+WORDS = retrieval("bm25", top_k=3)
 
 
-def found(store: Store, retrieval: Retrieval = WORDS) -> tuple[list[object], list[str]]:
+def found(store: Store, options: RetrievalOptions = WORDS) -> tuple[list[object], list[str]]:
     told: list[str] = []
     finder = Finder(store, lambda text, hint: told.append(text))
-    return [finder.find(question, 3, retrieval).hits for question in QUESTIONS], told
+    return [finder.find(question, options).hits for question in QUESTIONS], told
 
 
 @pytest.mark.parametrize("kind", ["state", "segment", "vectors"])
@@ -46,7 +48,7 @@ def found(store: Store, retrieval: Retrieval = WORDS) -> tuple[list[object], lis
 def test_flipped_bits_are_found(
     store: Store, static_model: Path, kind: str, spoil: Callable[[Path, int], None], times: int
 ) -> None:
-    how = Retrieval("hybrid", str(static_model))
+    how = retrieval("hybrid", static_model, top_k=3)
     wanted, told = found(store, how)
     assert told == []
     some = random.Random(f"{kind} {times}")
@@ -84,5 +86,5 @@ def test_damaged_name_of_the_embedder(store: Store, static_model: Path, spoil: C
     Finder(store).embed(str(static_model))
     (path,) = (store.path / "index").glob("embedder*")
     spoil(path, 8 * 20)
-    _, told = found(store, Retrieval("auto"))
+    _, told = found(store, retrieval(top_k=3))
     assert any("the name of the embedding model is damaged" in text for text in told)

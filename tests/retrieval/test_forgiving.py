@@ -13,10 +13,10 @@ from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
 from kvtool.core.query.retrieve import find_chunks
 from kvtool.core.retrieval import search
-from kvtool.core.retrieval.finder import Finder, Retrieval
+from kvtool.core.retrieval.finder import Finder
 from kvtool.core.retrieval.passages import Found
 from kvtool.core.retrieval.terms import near_words, terms
-from tests.retrieval.making import index_of_texts, search_in, store_of
+from tests.retrieval.making import index_of_texts, retrieval, search_in, store_of
 
 Ask = Callable[[dict[str, str], str], Found]
 OTHERS = {"parts": "There were 987 houses and 654 barns.", "other": "The pier was mended by 12 people."}
@@ -33,7 +33,7 @@ def ask(tmp_path: Path) -> Iterator[Ask]:
 
     def found(texts: dict[str, str], question: str) -> Found:
         opened.append(store_of(tmp_path / str(len(opened)), texts))
-        return Finder(opened[-1]).find(question, 5, Retrieval("bm25"))
+        return Finder(opened[-1]).find(question, retrieval("bm25"))
 
     yield found
     for store in opened:
@@ -144,11 +144,11 @@ def test_known_short_and_numbered_words_are_left_alone(ask: Ask, question: str) 
 def test_what_is_gone_from_the_store_corrects_nothing(tmp_path: Path) -> None:
     with store_of(tmp_path, LIGHT) as store:
         finder = Finder(store)
-        assert finder.find("ligthouse", 1, Retrieval()).corrections
+        assert finder.find("ligthouse", retrieval(top_k=1)).corrections
         with store.writer() as writer:
             writer.remove_file("light")
         with pytest.raises(NothingFoundError):
-            finder.find("ligthouse", 1, Retrieval())
+            finder.find("ligthouse", retrieval(top_k=1))
 
 
 def test_a_question_that_only_greets_but_for_a_typo_is_answered(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_a_question_that_only_greets_but_for_a_typo_is_answered(tmp_path: Path) 
 @pytest.mark.parametrize("retriever", ["auto", "hybrid", "dense"])
 def test_vectors_get_the_question_as_it_is(tmp_path: Path, static_model: Path, retriever: str) -> None:
     with store_of(tmp_path, {"a": "A mill.", "b": "Some bread and a grinder."}) as store:
-        found = Finder(store).find("grindr bread", 2, Retrieval(retriever, str(static_model)))
+        found = Finder(store).find("grindr bread", retrieval(retriever, static_model, top_k=2))
         assert (first(found), [*found.corrections]) == ("b", [])
 
 

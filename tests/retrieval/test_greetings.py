@@ -43,7 +43,7 @@ def test_one_word_of_a_passage_is_enough(store: Store) -> None:
     with pytest.raises(NothingFoundError):
         sources(finder, "Is there a deposit?", source=("letter",))  # which has only its stop words
     options = QueryOptions()
-    assert [hit.passage.source for hit in Finder(store).find("hello", 2, options.retrieval).hits] == ["letter"]
+    assert [hit.passage.source for hit in Finder(store).find("hello", options).hits] == ["letter"]
 
 
 def test_by_meaning_a_question_needs_no_word_of_a_passage(store: Store, static_model: Path) -> None:

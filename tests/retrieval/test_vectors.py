@@ -13,9 +13,10 @@ from kvtool.core.cache.store import Store
 from kvtool.core.errors import DamagedError, ModelError, UsageError
 from kvtool.core.retrieval import embed
 from kvtool.core.retrieval.embed import Embedder, Meaning, remembered
-from kvtool.core.retrieval.finder import Finder, Retrieval
+from kvtool.core.retrieval.finder import Finder
 from kvtool.core.retrieval.index import index_of
-from tests.retrieval.making import ingest
+from kvtool.core.retrieval.options import RetrievalOptions
+from tests.retrieval.making import ingest, retrieval
 
 TEXTS = {"a": "the mill", "b": "the stream", "c": "the loaf", "d": "something else"}
 
@@ -33,17 +34,17 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return calls
 
 
-def found(store: Store, question: str, retrieval: Retrieval, top_k: int = 5) -> list[str]:
-    return [hit.passage.source for hit in Finder(store).find(question, top_k, retrieval).hits]
+def found(store: Store, question: str, options: RetrievalOptions) -> list[str]:
+    return [hit.passage.source for hit in Finder(store).find(question, options).hits]
 
 
 def test_a_word_that_is_not_there_is_found_by_its_meaning(store: Store, static_model: Path) -> None:
     for question, source in (("grinder", "a"), ("river", "b"), ("bread", "c")):
         for retriever in ("dense", "hybrid", "auto"):
-            how = Retrieval(retriever, str(static_model))
+            how = retrieval(retriever, static_model)
             assert found(store, question, how)[0] == source
         with pytest.raises(Exception, match="no chunk matches"):
-            found(store, question, Retrieval("bm25", str(static_model)))
+            found(store, question, retrieval("bm25", static_model))
 
 
 @pytest.mark.parametrize("kind", ["static_model", "sentence_model"])
@@ -59,7 +60,7 @@ def test_likeness_is_the_cosine(store: Store, kind: str, request: pytest.Fixture
 
 
 def test_a_vector_is_made_once(store: Store, static_model: Path, encoded: list[list[str]]) -> None:
-    how = Retrieval("dense", str(static_model))
+    how = retrieval("dense", static_model)
     found(store, "mill", how)
     assert sorted(encoded[0]) == sorted(TEXTS.values())
     found(store, "river", how)
@@ -73,25 +74,25 @@ def test_a_vector_is_made_once(store: Store, static_model: Path, encoded: list[l
 
 
 def test_each_model_has_vectors_of_its_own(store: Store, static_model: Path, sentence_model: Path) -> None:
-    first = found(store, "grinder", Retrieval("dense", str(static_model)))
-    found(store, "grinder", Retrieval("dense", str(sentence_model)))
-    assert found(store, "grinder", Retrieval("dense", str(static_model))) == first
+    first = found(store, "grinder", retrieval("dense", static_model))
+    found(store, "grinder", retrieval("dense", sentence_model))
+    assert found(store, "grinder", retrieval("dense", static_model)) == first
     assert len(list((store.path / "index").glob("vectors-*"))) == 2
 
 
 def test_the_model_is_remembered(store: Store, static_model: Path) -> None:
     assert remembered(store) is None
     with pytest.raises(UsageError, match="needs an embedding model"):
-        found(store, "grinder", Retrieval("dense"))
+        found(store, "grinder", retrieval("dense"))
     with pytest.raises(Exception, match="no chunk matches"):
-        found(store, "grinder", Retrieval())
+        found(store, "grinder", retrieval())
     Finder(store).embed(str(static_model))
     assert remembered(store) == str(static_model)
-    assert found(store, "grinder", Retrieval())[0] == "a"
-    assert found(store, "river mill", Retrieval("dense", str(static_model)))[:2] == ["a", "b"]
-    assert found(store, "river mill", Retrieval("dense", str(static_model), ("[bcd]",))) == ["b"]
+    assert found(store, "grinder", retrieval())[0] == "a"
+    assert found(store, "river mill", retrieval("dense", static_model))[:2] == ["a", "b"]
+    assert found(store, "river mill", retrieval("dense", static_model, source="[bcd]")) == ["b"]
     with pytest.raises(UsageError, match="no document matches"):
-        found(store, "river", Retrieval(only=("*.md",)))
+        found(store, "river", retrieval(source="*.md"))
 
 
 def test_a_remembered_model_that_is_gone_is_told_and_done_without(store: Store, static_model: Path) -> None:
@@ -99,10 +100,10 @@ def test_a_remembered_model_that_is_gone_is_told_and_done_without(store: Store, 
     gone = static_model.rename(static_model.with_name("gone"))
     try:
         warned: list[str] = []
-        hits = Finder(store, lambda text, hint: warned.append(text)).find("mill", 1, Retrieval()).hits
+        hits = Finder(store, lambda text, hint: warned.append(text)).find("mill", retrieval(top_k=1)).hits
         assert hits[0].passage.source == "a"
         assert "found only by words" in warned[0]
-        for how in (Retrieval("hybrid"), Retrieval("auto", str(static_model))):
+        for how in (retrieval("hybrid"), retrieval("auto", static_model)):
             with pytest.raises(ModelError, match="there is no embedding model"):
                 found(store, "mill", how)
     finally:
@@ -158,7 +159,7 @@ def test_damaged_document(store: Store, static_model: Path, monkeypatch: pytest.
     monkeypatch.setattr(store, "document", document)
     warned: list[str] = []
     finder = Finder(store, lambda text, hint: warned.append(text))
-    assert {hit.passage.source for hit in finder.find("mill stream", 2, Retrieval("bm25")).hits} == {"a", "b"}
+    assert {hit.passage.source for hit in finder.find("mill stream", retrieval("bm25", top_k=2)).hits} == {"a", "b"}
     assert [text for text in warned if "names in a were not followed" in text]
     with pytest.raises(DamagedError):  # a vector of nothing would be kept for good
-        finder.find("mill", 1, Retrieval("dense", str(static_model)))
+        finder.find("mill", retrieval("dense", static_model, top_k=1))

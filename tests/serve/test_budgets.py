@@ -46,7 +46,7 @@ def full(answer: httpx2.Response) -> dict[str, Any]:
 
 def leave(store: Path, spare: int) -> None:
     with kvtool.open(store) as cache:
-        cache.budget(cache.budget().used + spare)
+        cache.set_budget(cache.stats()["folder_bytes"] + spare)
 
 
 def kept(store: Path) -> dict[str, set[str]]:
@@ -74,9 +74,8 @@ def test_documents_until_the_budget_is_met(store: Path, uploads: Path, client: h
     assert before.items() <= kept(store).items()
     assert answers(client) == said
     with kvtool.open(store) as cache:
-        held = cache.budget()
-    assert held.budget is not None
-    assert held.used <= held.budget + 2**20
+        stats = cache.stats()
+    assert stats["folder_bytes"] <= stats["budget"] + 2**20
     gone = client.delete(DOCUMENTS, params={"source": sorted(fitting)[0]})
     assert gone.status_code == 200, gone.text
     again = send(client, lost.name, text_of(number))
@@ -92,7 +91,7 @@ def test_a_new_version_that_does_not_fit_leaves_the_old_one(store: Path, uploads
     assert str(uploads / "a.md") in sources(client)
     assert client.get(DOCUMENTS, params={"source": "a.md"}).status_code == 200
     with kvtool.open(store) as cache:
-        cache.budget(None)
+        cache.set_budget(None)
     assert send(client, "a.md", "The kite is in Bergen.").json()["documents"]["changed"] == 1
     assert client.delete(DOCUMENTS, params={"source": str(uploads / "a.md")}).status_code == 200
 
@@ -108,7 +107,7 @@ def test_of_several_those_that_fitted_stay(store: Path, uploads: Path, client: h
 
 def test_a_budget_smaller_than_the_store(store: Path, uploads: Path) -> None:
     with kvtool.open(store) as cache:
-        cache.budget(1000)
+        cache.set_budget(1000)
     before = kept(store)
     with serving(store, uploads=uploads) as served, served.client as client:
         answers(client)
@@ -123,13 +122,13 @@ def test_a_hole_is_not_filled_over_the_budget(store: Path) -> None:
     with Store.open(store) as opened, opened.writer() as writer:
         writer.drop_level([*opened.chunk_ids()], "raw")
     with kvtool.open(store) as cache:
-        cache.budget(1000)
+        cache.set_budget(1000)
     with serving(store) as served:
         ask(served.engine, QUICK)
         wait_until(lambda: any("could not be stored" in text and "over its budget" in text for text in served.warnings))
         assert not any(kept(store).values())
         with kvtool.open(store) as cache:
-            cache.budget(None)
+            cache.set_budget(None)
         ask(served.engine, QUICK)
         wait_until(lambda: any(kept(store).values()))
 

@@ -106,7 +106,7 @@ def test_it_is_the_conversation_of_a_chat(ready: Path, client: Client) -> None:
     """Its answers are in the prompt as their text is tokenised, since a client sends only text."""
     turns, _ = client.talk()
     with kvtool.open(ready) as cache:
-        talk = Conversation.over(cache._opened(), SHORT, by_text=True)
+        talk = Conversation.over(cache._open_session(), SHORT, by_text=True)
         assert tuple((question, talk.ask(question).answer) for question in QUESTIONS) == turns
 
 
@@ -159,7 +159,7 @@ def another_instruction(store: Path) -> None:
 def another_lead_in(store: Path) -> None:
     """Ingest the same texts after another lead-in: the same token ids under other chunk ids."""
     with kvtool.open(store) as cache:
-        files = [entry.path for entry in cache._opened().store.files()]
+        files = [entry.path for entry in cache._open_session().store.files()]
         with pytest.warns(KvtoolWarning, match="lead-in changes"):
             cache.ingest(files, chunk_tokens=64, lead_in="none")
 
@@ -264,7 +264,7 @@ def test_turns_that_will_not_stand_are_not_computed(
 ) -> None:
     long = tuple((f"What of mill {number % 8}?", "word " * 300) for number in range(30))
     with kvtool.open(ready, warn=lambda text, hint: None) as cache:
-        session = cache._opened()
+        session = cache._open_session()
         talk = Conversation.over(session, SHORT, by_text=True)
         for question, said in long:
             _begin_turn(session, talk, partial(talk.give, session, Request(question), said))

@@ -67,7 +67,7 @@ def test_compressing_and_measuring_take_it_too(cache: Cache, loads: list[Any]) -
 def test_what_makes_the_store_smaller_keeps_it(cache: Cache, loads: list[Any]) -> None:
     before = cache.query(QUESTION, max_tokens=2)
     cache.compact()
-    cache.rm(Path(before.chunks[0].source))
+    cache.remove(Path(before.chunks[0].source))
     after = cache.query(QUESTION, max_tokens=2)
     assert before.chunks[0].source not in {chunk.source for chunk in after.chunks}
     assert loads == []

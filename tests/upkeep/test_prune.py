@@ -339,16 +339,16 @@ def test_old_leftovers_are_reclaimed_by_the_next_writer(tmp_path: Path) -> None:
 def test_the_same_from_python(tmp_path: Path) -> None:
     path = make_store(tmp_path / "store", files=6, dim=DIM)
     with package.open(path) as cache:
-        assert cache.rm("f0").sources == ("f0",)
+        assert cache.remove("f0").sources == ("f0",)
         assert cache.compact().after == pytest.approx(bytes_in(path), abs=500)
-        assert cache.budget(bytes_in(path) // 2).budget == cache.budget().budget
+        cache.set_budget(bytes_in(path) // 2)
         report = cache.prune(yes=True)
         assert report.within_budget
         assert report.goal is not None
         assert report.after <= report.goal
-        assert cache.budget(None).budget is None
-        assert cache.budget("20GB").budget == 20 * 10**9
-        assert cache.budget("none").budget is None
+        for size, budget in ((None, None), ("20GB", 20 * 10**9), ("none", None)):
+            cache.set_budget(size)
+            assert cache.stats()["budget"] == budget
 
 
 def test_verify_repairs_what_is_damaged_in_any_table(fitted: Path) -> None:

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Mi
 
 from kvtool.core.cache.store import Store
 from kvtool.core.fusion.engine import fuse
-from kvtool.core.fusion.selectors import selector_for
+from kvtool.core.fusion.options import selector_for
 from kvtool.core.model.generate import Sampling, generate
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import QueryOptions
@@ -102,7 +102,7 @@ class Served:
             selector = selector_for(options, options.mode())
             fused = fuse(session.decoder, plan, selector, session.source, LONGEST)
         log_probs = torch.log_softmax(fused.logits.double(), -1)
-        written = generate(session.decoder, fused.cache, int(fused.logits.argmax()), Sampling(LONGEST))
+        written = generate(session.decoder, fused.cache, int(fused.logits.argmax()), Sampling.greedy(LONGEST))
         return Answer(list(written.script)[:LONGEST], log_probs)
 
 

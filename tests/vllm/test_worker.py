@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import GateError, KvtoolError, ModelError
 from kvtool.core.fusion.engine import Fused, fuse
-from kvtool.core.fusion.selectors import selector_for
+from kvtool.core.fusion.options import selector_for
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.prompt import plan_spotted
 from kvtool.core.session.session import Session

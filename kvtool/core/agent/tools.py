@@ -5,31 +5,27 @@ The library makes the schema that clients see from the result classes, and the d
 
 from __future__ import annotations
 
+import math
 import os
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from heapq import nsmallest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvtool.core.api import Cache
+from kvtool.core.api.shared import StoreReader
 from kvtool.core.common.types import Warn
 from kvtool.core.corpus.ignoring import Roots
-from kvtool.core.errors import StoreFormatError, UsageError
+from kvtool.core.errors import UsageError
 from kvtool.core.model.options import ModelOptions
-from kvtool.core.options.option import options_of
 from kvtool.core.query.options import QueryOptions
-from kvtool.core.query.staleness import changes
-from kvtool.core.remote.mirror import open_store
-from kvtool.core.retrieval.finder import Finder
-from kvtool.core.retrieval.passages import Hit, Passage, passages_in, place_and_text
+from kvtool.core.query.reply import ReplyChunk
+from kvtool.core.query.retrieve import search
+from kvtool.core.query.staleness import with_changes
+from kvtool.core.retrieval.passages import Hit, passages_in
 from kvtool.core.session.identity import known_result, store_identity
 from kvtool.core.upkeep.inventory import sizes_of
-
-if TYPE_CHECKING:
-    from kvtool.core.cache.store import Store
 
 MOST_CHUNKS = 50  # that one call may ask for
 # The result classes have no slots, which would look like defaults in the schema.
@@ -130,13 +126,11 @@ class Tools:
         self, place: Path | str, model: ModelOptions, options: QueryOptions, roots: Sequence[Path], warn: Warn
     ) -> None:
         self.roots = tuple(Path(os.path.realpath(root)) for root in roots)
-        self._place, self._options, self._warn = place, options, warn
-        self._cache = Cache(place, model, warn)
-        self._lock = threading.RLock()
-        self._open: tuple[Store, Finder] | None = None
+        self._place, self._options = place, options
+        self._cache, self._reader = Cache(place, model, warn), StoreReader(place, warn)
 
     def close(self) -> None:
-        self._close_store()
+        self._reader.close()
         self._cache.close()
 
     def search(self, question: str, top_k: int | None = None, source: list[str] | None = None) -> Found:
@@ -148,12 +142,9 @@ class Tools:
         top_k : number of chunks; by default the server's.
         source : globs; only documents whose path, or the end of it, matches one of them.
         """
-        count = self._count("top_k", top_k, self._options.top_k, 1)
-        options = replace(self._options, source=tuple(source or self._options.source))
-        with self._reading() as (store, finder):
-            hits = finder.find(question, count, options.retrieval).hits
-            since = changes(store, [hit.passage.source for hit in hits])
-            return Found([_excerpt(store, hit.passage, since, hit) for hit in hits])
+        options = replace(self._options, **self._retrieval(top_k, source))
+        with self._reader.reading() as (store, finder):
+            return Found([_excerpt(chunk) for chunk in search(store, finder, question, options).chunks])
 
     def read(self, chunk: str, before: int = 1, after: int = 1) -> Neighbourhood:
         """Read a chunk with its neighbours in the document.
@@ -165,15 +156,14 @@ class Tools:
         after : number of chunks after it.
         """
         before, after = self._count("before", before, 1), self._count("after", after, 1)
-        with self._reading() as (store, finder):
+        with self._reader.reading() as (store, finder):
             passage, *_ = finder.places.of_chunks(chunk)
             document = store.document(passage.source)
             passages = passages_in(document) if document is not None else [passage]
             first = max(0, passage.index - before)
             chosen = passages[first : passage.index + after + 1]
-            since = changes(store, [passage.source])
-            excerpts = [_excerpt(store, each, since) for each in chosen]
-            return Neighbourhood(passage.source, first + 1, len(passages), excerpts)
+            chunks = with_changes(store, [ReplyChunk.of(store, Hit(each, math.nan)) for each in chosen])
+            return Neighbourhood(passage.source, first + 1, len(passages), [_excerpt(chunk) for chunk in chunks])
 
     def answer(
         self,
@@ -194,20 +184,14 @@ class Tools:
         chunks : ids of chunks to answer from, instead of a search.
         documents : paths of documents to answer from, instead of a search.
         """
-        names = [name for name in options_of(QueryOptions) if name not in options_of(ModelOptions)]
-        options: dict[str, Any] = {name: getattr(self._options, name) for name in names}
-        options["top_k"] = self._count("top_k", top_k, self._options.top_k, 1)
-        options["source"] = tuple(source or self._options.source)
+        options = vars(self._options) | self._retrieval(top_k, source)
         if stream is not None:
             stream("")  # raises where the call was cancelled while it waited
         reply = self._cache.query(question, chunks=chunks or (), documents=documents or (), stream=stream, **options)
         return Answer(
             answer=reply.answer,
             finish=reply.finish,
-            sources=[
-                Excerpt(each.id, each.place, each.source, each.text, each.score, each.staleness, each.origin)
-                for each in reply.sources
-            ],
+            sources=[_excerpt(chunk) for chunk in reply.sources],
             fusion=reply.fusion,
             tokens=reply.tokens,
             ttft_ms=round(reply.timing_ms["ttft"], 1),
@@ -215,7 +199,7 @@ class Tools:
 
     def status(self) -> Status:
         """Report what the store contains, its model, and the folders that may be ingested."""
-        with self._reading() as (store, _):
+        with self._reader.reading() as (store, _):
             stats, identity = sizes_of(store), store_identity(store)
             verdict = known_result(store, identity.fingerprint)
             return Status(
@@ -252,37 +236,15 @@ class Tools:
 
     def sources(self, after: str, count: int) -> list[str]:
         """List at most `count` names of documents in order, from the first one after a name."""
-        with self._reading() as (store, _):
+        with self._reader.reading() as (store, _):
             return nsmallest(count, (source for source in store.sources() if source > after))
 
     def text(self, source: str) -> str:
-        with self._reading() as (store, _):
+        with self._reader.reading() as (store, _):
             document = store.document(source)
             if document is None:
                 raise UsageError(f"document {source!r} is not in the store", "the resources list the documents")
             return document.text
-
-    # ---- the store ----
-
-    @contextmanager
-    def _reading(self) -> Iterator[tuple[Store, Finder]]:
-        with self._lock:
-            if self._open is not None:
-                try:
-                    self._open[0].follow()
-                except StoreFormatError:  # replaced by another store
-                    self._close_store()
-            if self._open is None:
-                store = open_store(self._place, warn=self._warn)
-                self._open = store, Finder(store, self._warn)
-            with self._open[0].view():
-                yield self._open
-
-    def _close_store(self) -> None:
-        with self._lock:
-            if self._open is not None:
-                self._open[0].close()
-                self._open = None
 
     def _below_a_root(self, path: str, roots: Roots) -> Path:
         try:
@@ -297,6 +259,10 @@ class Tools:
             )
         return real
 
+    def _retrieval(self, top_k: int | None, source: list[str] | None) -> dict[str, Any]:
+        count = self._count("top_k", top_k, self._options.top_k, 1)
+        return {"top_k": count, "source": tuple(source or self._options.source)}
+
     @staticmethod
     def _count(name: str, given: int | None, default: int, lowest: int = 0) -> int:
         number = default if given is None else given
@@ -305,9 +271,6 @@ class Tools:
         return number
 
 
-def _excerpt(store: Store, passage: Passage, since: Mapping[str, str], hit: Hit | None = None) -> Excerpt:
-    place, text = place_and_text(store, passage)
-    score = None if hit is None else round(hit.score, 4)
-    source = passage.source
-    origin = store.origin_of(source)
-    return Excerpt(passage.chunk_id.hex(), place.cite(source), source, text, score, since[source], origin)
+def _excerpt(chunk: ReplyChunk) -> Excerpt:
+    score = None if chunk.score is None else round(chunk.score, 4)
+    return Excerpt(chunk.id, chunk.place, chunk.source, chunk.text, score, chunk.staleness, chunk.origin)

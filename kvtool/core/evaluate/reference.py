@@ -45,7 +45,7 @@ class Reference:
 
     @classmethod
     def answered(cls, decoder: Decoder, fused: Fused, max_tokens: int) -> Reference:
-        sampling = Sampling(max_tokens)
+        sampling = Sampling.greedy(max_tokens)
         first = first_token(fused.logits, sampling)
         return cls.of(decoder, fused, generate(decoder, fused.cache, first, sampling))
 
@@ -81,7 +81,7 @@ class Forced:
         fused, decoder = self.fused, self.reference.decoder
         fused.cache.set_length(fused.plan.length + agreed)
         first, *more = [*script[:agreed], self.best[agreed]]
-        return generate(decoder, fused.cache, first, Sampling(max_tokens), more=more)
+        return generate(decoder, fused.cache, first, Sampling.greedy(max_tokens), more=more)
 
 
 def forced_logits(decoder: Decoder, fused: Fused, script: Sequence[int]) -> torch.Tensor:

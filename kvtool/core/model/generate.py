@@ -16,6 +16,7 @@ from kvtool.core.errors import ModelError, UsageError
 from kvtool.core.model.constraint import Constraint
 from kvtool.core.model.decode import decode_backend, step_along, step_together
 from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.options import SamplingOptions
 from kvtool.core.model.prompt import stop_texts
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.model.tokens import OnText, TextStream
@@ -28,25 +29,12 @@ _COLD = 1e-6  # chances of less are those of the largest logit, or no numbers
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The choice of an answer's tokens: greedy at temperature 0, else by seeded sampling. Names are as in OpenAI's API.
-    Biases, penalties and the temperature do not change the noted log-probabilities."""
+    """The choice of an answer's tokens: greedy at temperature 0, else by seeded sampling. Biases, penalties and the
+    temperature do not change the noted log-probabilities."""
 
-    max_tokens: int = 64
-    temperature: float = 0.0
-    seed: int = 0
+    options: SamplingOptions
     stop: tuple[str, ...] = ()
-    stop_repeats: bool = False  # end the answer where it repeats itself (`Repeats`)
-    top_p: float = 1.0
-    top_k: int = 0  # sample from this number of tokens; 0: all
-    min_p: float = 0.0  # sample from tokens with this share of the best one's chance
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0  # divides the logits of the answer's last tokens
-    repeat_last_n: int = -1  # how many those are; -1: all
-    logit_bias: tuple[tuple[int, float], ...] = ()  # by token id
-    min_tokens: int = 0  # before which none of `ends` can come
-    ends: tuple[int, ...] = ()
-    top_logprobs: int | None = None  # how many of the most likely tokens to note with each token; None: note nothing
+    ends: tuple[int, ...] = ()  # none of them is chosen before `min_tokens`
     # Each answer of a batch has its own random numbers.
     draw: torch.Generator = field(default_factory=torch.Generator, repr=False, compare=False)
     said: list[int] = field(default_factory=list, repr=False, compare=False)  # the tokens chosen so far
@@ -54,11 +42,9 @@ class Sampling:
     noted: list[tuple[LogProb, list[LogProb]]] = field(default_factory=list, repr=False, compare=False)
     constraint: Constraint | None = field(default=None, repr=False, compare=False)
 
-    @property
-    def is_greedy(self) -> bool:
-        penalty = self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1
-        changed = self.temperature or penalty or self.logit_bias or self.min_tokens
-        return not changed and self.constraint is None
+    @classmethod
+    def greedy(cls, max_tokens: int) -> Sampling:
+        return cls(SamplingOptions(max_tokens=max_tokens, stop_repeats=False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +77,8 @@ def first_token(logits: torch.Tensor, sampling: Sampling) -> int:
     sampling.noted.clear()
     if sampling.constraint is not None:
         sampling.constraint.begin()
-    if sampling.temperature > 0:
-        sampling.draw.manual_seed(sampling.seed)
+    if sampling.options.temperature > 0:
+        sampling.draw.manual_seed(sampling.options.seed)
     return next_token(logits, sampling)
 
 
@@ -101,9 +87,9 @@ def next_token(logits: torch.Tensor, sampling: Sampling) -> int:
     token = _chosen(adjusted(possible, sampling), sampling)
     if sampling.constraint is not None:
         sampling.constraint.take(token)
-    if sampling.top_logprobs is not None:
+    if sampling.options.top_logprobs is not None:
         log_p = logits.float().log_softmax(-1)
-        values, ids = log_p.topk(sampling.top_logprobs)
+        values, ids = log_p.topk(sampling.options.top_logprobs)
         best = list(zip(ids.tolist(), values.tolist(), strict=True))
         sampling.noted.append(((token, float(log_p[token])), best))
     sampling.said.append(token)
@@ -119,16 +105,16 @@ def adjusted(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     et al. 2019, "CTRL", section 4.1, which divides positive ones and multiplies negative ones; of the answer's tokens
     only, since an answer should repeat the words of its passages.
     """
-    added = dict(sampling.logit_bias)
-    if sampling.frequency_penalty or sampling.presence_penalty:
+    options, added = sampling.options, sampling.options.biases
+    if options.frequency_penalty or options.presence_penalty:
         for token, count in Counter(sampling.said).items():
-            added[token] = added.get(token, 0.0) - count * sampling.frequency_penalty - sampling.presence_penalty
-    if sampling.repetition_penalty != 1 and sampling.said:
-        start = 0 if sampling.repeat_last_n < 0 else max(0, len(sampling.said) - sampling.repeat_last_n)
+            added[token] = added.get(token, 0.0) - count * options.frequency_penalty - options.presence_penalty
+    if options.repetition_penalty != 1 and sampling.said:
+        start = 0 if options.repeat_last_n < 0 else max(0, len(sampling.said) - options.repeat_last_n)
         recent = torch.tensor(sampling.said[start:], dtype=torch.long, device=logits.device)
-        logits, penalty = logits.float().clone(), sampling.repetition_penalty
+        logits, penalty = logits.float().clone(), options.repetition_penalty
         logits[recent] = torch.where(logits[recent] > 0, logits[recent] / penalty, logits[recent] * penalty)
-    if len(sampling.said) < sampling.min_tokens:
+    if len(sampling.said) < options.min_tokens:
         added |= dict.fromkeys(sampling.ends, -math.inf)
     if not added:
         return logits
@@ -138,14 +124,14 @@ def adjusted(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     return logits.float().index_add(0, ids, torch.tensor([*added.values()], device=logits.device))
 
 
-def likely(chances: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Zero the chances `[vocabulary]` that `top_k`, `top_p` and `min_p` rule out, in this order; one always stays."""
-    if 0 < sampling.top_k < len(chances):
-        largest, ids = chances.topk(sampling.top_k)
+def likely(chances: torch.Tensor, options: SamplingOptions) -> torch.Tensor:
+    """Zero the chances `[vocabulary]` that `sampled_tokens`, `top_p` and `min_p` rule out, in this order; one stays."""
+    if 0 < options.sampled_tokens < len(chances):
+        largest, ids = chances.topk(options.sampled_tokens)
         chances = torch.zeros_like(chances).index_copy_(0, ids, largest / largest.sum())
-    if sampling.top_p < 1:
-        chances = nucleus(chances, sampling.top_p)
-    return chances * (chances >= sampling.min_p * chances.max()) if sampling.min_p else chances
+    if options.top_p < 1:
+        chances = nucleus(chances, options.top_p)
+    return chances * (chances >= options.min_p * chances.max()) if options.min_p else chances
 
 
 def nucleus(chances: torch.Tensor, top_p: float) -> torch.Tensor:
@@ -164,9 +150,9 @@ def _chosen(logits: torch.Tensor, sampling: Sampling) -> int:
             "the model gives no finite numbers over this prompt, so there is no answer",
             "--fusion full asks without what is stored; numbers that overflow there, too, need --dtype float32",
         )
-    if sampling.temperature < _COLD:
+    if sampling.options.temperature < _COLD:
         return best
-    chances = likely(torch.softmax((logits - most) / sampling.temperature, -1).cpu(), sampling)
+    chances = likely(torch.softmax((logits - most) / sampling.options.temperature, -1).cpu(), sampling.options)
     return int(torch.multinomial(chances, 1, generator=sampling.draw))
 
 
@@ -205,7 +191,7 @@ class AnswerSequence:
         self._error: Exception | None = None
         tokenizer = decoder.loaded.tokenizer
         stops = (*sampling.stop, *stop_texts(tokenizer))
-        self._text = TextStream(tokenizer, stop_ids(decoder), on_text, stops, sampling.stop_repeats)
+        self._text = TextStream(tokenizer, stop_ids(decoder), on_text, stops, sampling.options.stop_repeats)
         for self.token in head:
             self._text.add(self.token)
         self.backend = decode_backend(decoder, cache)
@@ -216,7 +202,7 @@ class AnswerSequence:
 
     @property
     def _is_full(self) -> bool:
-        return self._known + self._steps >= self._sampling.max_tokens
+        return self._known + self._steps >= self._sampling.options.max_tokens
 
     def take(self, logits: torch.Tensor) -> None:
         self.token = next_token(logits, self._sampling)

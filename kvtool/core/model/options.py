@@ -1,4 +1,4 @@
-"""Options of the model, of the instruction that every prompt begins with, and of the embedding model."""
+"""Options of the model, of sampling, of the instruction that every prompt begins with, and of the embedding model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from kvtool.core.errors import UsageError
 from kvtool.core.options.option import Options, option
 
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"  # for a new store; an existing one remembers its own
-MODEL = "Model"  # the heading of these options
+MODEL, ANSWER = "Model", "Answer"  # headings in the commands' help
+ORDINARY = 256  # tokens of an answer
 # The instruction of a new store; an existing one remembers its own. samples/results/quality.md compares wordings.
 DEFAULT_SYSTEM = (
     "You are a helpful assistant. Answer from the passages in full sentences. "
@@ -49,6 +50,84 @@ class ModelOptions(NetworkOptions):
         group=MODEL,
         choices=("auto", "float32", "bfloat16", "float16", "int8"),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions(Options, sections=("query",), group=ANSWER):
+    """Options of how the tokens of an answer are chosen."""
+
+    max_tokens: int = option(ORDINARY, "Maximum tokens of the answer.", lowest=1)
+    temperature: float = option(0.0, "Sampling temperature; 0 always takes the most likely token.", lowest=0, highest=2)
+    seed: int = option(0, "Seed of the random numbers for sampling.", lowest=0, highest=2**63 - 1)
+    stop_repeats: bool = option(
+        True, "End an answer when it starts to repeat itself.", parameter="sampling.stop_repeats"
+    )
+    top_p: float = option(
+        1.0,
+        "Sample from the most likely tokens with this share of the probability.",
+        parameter="sampling.top_p",
+        lowest=0,
+        highest=1,
+    )
+    sampled_tokens: int = option(
+        0, "Sample from this number of the likeliest tokens; 0: all.", parameter="sampling.top_k", lowest=0
+    )
+    min_p: float = option(
+        0.0, "Minimum share of the best token's chance.", parameter="sampling.min_p", lowest=0, highest=1
+    )
+    frequency_penalty: float = option(
+        0.0,
+        "Lower a token's logit by this for each time that the answer has it.",
+        parameter="sampling.frequency_penalty",
+        lowest=-2,
+        highest=2,
+    )
+    presence_penalty: float = option(
+        0.0,
+        "Lower a token's logit by this once the answer has it.",
+        parameter="sampling.presence_penalty",
+        lowest=-2,
+        highest=2,
+    )
+    repetition_penalty: float = option(
+        1.0,
+        "Divisor of the answer's own tokens.",
+        parameter="sampling.repetition_penalty",
+        lowest=0.01,
+        highest=10,
+    )
+    repeat_last_n: int = option(
+        -1, "Last tokens that the repetition penalty counts; -1: all.", parameter="sampling.repeat_last_n", lowest=-1
+    )
+    logit_bias: tuple[str, ...] = option(
+        (),
+        "Add a number to a token's logit.",
+        flag=None,
+        setting=False,
+        metavar="ID=BIAS",
+        pattern=r"\d{1,9}=[-+]?\d{1,9}(\.\d*)?(e[-+]?\d\d?)?",
+    )
+    min_tokens: int = option(0, "Minimum tokens of the answer.", parameter="sampling.min_tokens", lowest=0)
+    top_logprobs: int | None = option(
+        None,
+        "Note the log-probability of each token, and so many alternatives.",
+        flag=None,
+        setting=False,
+        lowest=0,
+        highest=20,
+    )
+    grammar: str = option("", "Hold the answer to this grammar, in llguidance's Lark.", flag=None, setting=False)
+
+    @property
+    def biases(self) -> dict[int, float]:
+        """`logit_bias` by token id."""
+        pairs = (pair.partition("=") for pair in self.logit_bias)
+        return {int(token): float(bias) for token, _, bias in pairs}
+
+    @property
+    def is_greedy(self) -> bool:
+        penalty = self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1
+        return not (self.temperature or penalty or self.logit_bias or self.min_tokens or self.grammar)
 
 
 def system_option(group: str, *, instead: str = "the store's own") -> str | None:

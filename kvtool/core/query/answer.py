@@ -13,9 +13,10 @@ from kvtool.core.common.timeline import add_span
 from kvtool.core.errors import KvtoolError
 from kvtool.core.evaluate.measures import score
 from kvtool.core.fusion.engine import Fused, fuse
+from kvtool.core.fusion.options import selector_for
 from kvtool.core.fusion.plan import Segment
 from kvtool.core.fusion.prefix_cache import extend_prefix
-from kvtool.core.fusion.selectors import AUTO, WEIGHED, selector_for
+from kvtool.core.fusion.selectors import AUTO, WEIGHED
 from kvtool.core.model.constraint import Constraint
 from kvtool.core.model.decode.native import prepare_compiled_model
 from kvtool.core.model.generate import Generated, Sampling, first_token, generate, stop_ids
@@ -24,7 +25,7 @@ from kvtool.core.query.auto import Choice, choose
 from kvtool.core.query.cite import cite
 from kvtool.core.query.explain import explain, explain_attention
 from kvtool.core.query.iterative import Outcome, fuse_in_rounds
-from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.options import LoadOptions, QueryOptions
 from kvtool.core.query.prompt import Marks, PromptLayout, lay_out, lay_out_messages, plan_marks
 from kvtool.core.query.recurrent import answer_chain, keep_prefix
 from kvtool.core.query.reply import OWN_TEXT, Reply, ReplyChunk, Request, Verified
@@ -99,7 +100,7 @@ class PreparedAnswer:
 
     def check(self, draft: Generated, sampling: Sampling, since: float | None = None) -> Check:
         has_prefix = self.layout.prefix is not None
-        return check(self.session, self.outcome.fused, has_prefix, self.options, draft, sampling, since)
+        return check(self.session, self.outcome.fused, has_prefix, draft, sampling, since)
 
     def verified(
         self, draft: Generated, sampling: Sampling, going: Callable[[], bool] = lambda: True
@@ -204,7 +205,8 @@ def begin_answer(
         prepare_compiled_model(session.decoder)
         started = time.perf_counter()
         outcome = _fuse(session, layout, streamed, selector, options)
-        sampling = sampling_of(options, session.tokenizer, stop_ids(session.decoder))
+        constraint = Constraint(options.grammar, session.tokenizer) if options.grammar else None
+        sampling = Sampling(options, ends=tuple(stop_ids(session.decoder)), constraint=constraint)
         first = _first_tokens(outcome, sampling)
         ms = add_span(session.timeline, f"fuse: {options.fusion}", started) * 1e3
         chunks, resident = reply_chunks(session, layout, outcome.fused.plan), _resident_chunks(session, layout)
@@ -233,11 +235,11 @@ def _choose(
     return choice.layout, choice.options, choice
 
 
-def _streams(session: Session, options: QueryOptions) -> bool:
+def _streams(session: Session, options: LoadOptions) -> bool:
     return options.slo_ms is not None and session.store.link is not None and not session.identity.keeps_states
 
 
-def _fetch(session: Session, layout: PromptLayout, options: QueryOptions, selector: Selector) -> Streamed:
+def _fetch(session: Session, layout: PromptLayout, options: LoadOptions, selector: Selector) -> Streamed:
     is_fixed = layout.prefix is not None or bool(layout.request.messages)
     if is_fixed or not _streams(session, options) or not selector.reads(layout.plan, session.layers):
         return Streamed(layout.plan, session.source)
@@ -261,33 +263,10 @@ def _fuse(
     return Outcome(fuse(decoder, plan, selector, streamed.source, reserve, timeline, options.load_timeout, cache))
 
 
-def sampling_of(options: QueryOptions, tokenizer: Any = None, ends: Collection[int] = ()) -> Sampling:
-    """Return how an answer's tokens are chosen. `tokenizer`, `ends`: needed for a grammar, and for `min_tokens`."""
-    biases = (bias.partition("=") for bias in options.logit_bias)
-    return Sampling(
-        max_tokens=options.max_tokens,
-        temperature=options.temperature,
-        seed=options.seed,
-        stop_repeats=options.stop_repeats,
-        top_p=options.top_p,
-        top_k=options.sampled_tokens,
-        min_p=options.min_p,
-        frequency_penalty=options.frequency_penalty,
-        presence_penalty=options.presence_penalty,
-        repetition_penalty=options.repetition_penalty,
-        repeat_last_n=options.repeat_last_n,
-        min_tokens=options.min_tokens,
-        ends=tuple(ends),
-        logit_bias=tuple((int(token), float(bias)) for token, _, bias in biases),
-        top_logprobs=options.top_logprobs,
-        constraint=Constraint(options.grammar, tokenizer) if options.grammar else None,
-    )
-
-
 def _first_tokens(outcome: Outcome, sampling: Sampling) -> Sequence[int]:
     """Return the first tokens that are shown: those that a round was judged by, unless sampling is to choose others."""
     if outcome.beginning is not None:
-        if sampling.is_greedy and sampling.top_logprobs is None:
+        if sampling.options.is_greedy and sampling.options.top_logprobs is None:
             return outcome.beginning.ids
         outcome.fused.cache.set_length(outcome.fused.plan.length)
     return [first_token(outcome.fused.logits, sampling)]

@@ -18,9 +18,10 @@ from kvtool.core.evaluate.audits import Audit, is_drawn, keep_audit, shortened
 from kvtool.core.evaluate.reference import SAME, Forced, Reference
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
-from kvtool.core.fusion.selectors import REFERENCE, selector_for
+from kvtool.core.fusion.selectors import REFERENCE
+from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.model.decoder import out_of_memory_hint
-from kvtool.core.query.answer import answer, sampling_of
+from kvtool.core.query.answer import answer
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.recurrent import answer_chain
 from kvtool.core.query.reply import Reply, Request
@@ -93,10 +94,9 @@ def audit(session: Session, reply: Reply, options: QueryOptions) -> Audit:
 
 
 def _in_full(session: Session, plan: Plan, options: QueryOptions) -> Fused:
-    full = selector_for(options, REFERENCE)
     if session.identity.keeps_states:
-        return answer_chain(session, plan, full, options).fused
-    return fuse(session.decoder, plan, full, session.source, options.max_tokens)
+        return answer_chain(session, plan, Full(), options).fused
+    return fuse(session.decoder, plan, Full(), session.source, options.max_tokens)
 
 
 def uncached(plan: Plan) -> Plan:
@@ -105,7 +105,7 @@ def uncached(plan: Plan) -> Plan:
 
 
 def _audit(session: Session, reply: Reply, options: QueryOptions, forced: Forced, milliseconds: float) -> Audit:
-    selector, plan, sampled = reply.selector, reply.fused.plan, not sampling_of(options).is_greedy
+    selector, plan, sampled = reply.selector, reply.fused.plan, not options.is_greedy
     greedily = forced.distance.agreement == 1.0
     tokens = {name: reply.tokens[name] for name in ("prompt", "reused", "recomputed", "fresh", "dropped")}
     return Audit(

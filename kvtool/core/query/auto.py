@@ -19,14 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.core.codec.levels import known
 from kvtool.core.fusion.cost import CACHED, PromptRows, Span, Speeds
-from kvtool.core.fusion.selectors import SELECTORS, WEIGHED, selector_for
+from kvtool.core.fusion.options import selector_for
+from kvtool.core.fusion.selectors import SELECTORS, WEIGHED
 from kvtool.core.query.prompt import PromptLayout, lay_out_at
 from kvtool.core.session.identity import allowed_levels
 
 if TYPE_CHECKING:
     from kvtool.core.fusion.plan import Plan
     from kvtool.core.fusion.selectors.base import Selector
-    from kvtool.core.query.options import QueryOptions
+    from kvtool.core.query.options import LoadOptions, QueryOptions
     from kvtool.core.session.session import Session
 
 
@@ -67,7 +68,7 @@ def spans_of(session: Session, plan: Plan) -> list[Span]:
     return [Span.of(segment, session.holds(segment)) for segment in plan.segments]
 
 
-def _at_levels(session: Session, layout: PromptLayout, options: QueryOptions) -> dict[str, PromptLayout]:
+def _at_levels(session: Session, layout: PromptLayout, options: LoadOptions) -> dict[str, PromptLayout]:
     """Return the prompt at each level that may be read, the finest first, and as `--level auto` would read a mixed
     store."""
     cached = layout.plan.cached_chunks

@@ -142,7 +142,7 @@ class TurnLayout:
     def has_all_records(self, session: Session, options: QueryOptions) -> bool:
         if self.revision == session.store.revision():
             return True
-        parts, (*first, question) = parts_for(session, options), self.origins
+        parts, (*first, question) = parts_for(session, options.system), self.origins
         if question[0].ids != question_tokens(session.tokenizer, self.request.question, parts, self.request.prefill):
             return False
         if self.known is None and first[0][0].ids != parts.prefix:
@@ -296,9 +296,10 @@ class Conversation:
             cache, sampling = prepared.outcome.fused.cache, prepared.sampling
             draft = generate(session.decoder, cache, first, sampling, on_text, more, going)
             if not going():  # as many tokens of full prefill, which then ends as the draft did
-                sampling, going = replace(sampling, max_tokens=max(1, len(draft.ids))), lambda: True
+                shorter = replace(sampling.options, max_tokens=max(1, len(draft.ids)))
+                sampling, going = replace(sampling, options=shorter), lambda: True
             said, checked = prepared.verified(draft, sampling, going)
-            if said.finish == "length" and len(said.ids) < prepared.sampling.max_tokens:
+            if said.finish == "length" and len(said.ids) < prepared.options.max_tokens:
                 said = replace(said, finish=draft.finish)
             prepared.keep()
             return self.take(prepared, said, checked)

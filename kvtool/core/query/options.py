@@ -8,169 +8,35 @@ from typing import TYPE_CHECKING
 
 from kvtool.core.codec.levels import LEVELS, MAX_LOSS, NAMES
 from kvtool.core.errors import UsageError, did_you_mean
-from kvtool.core.fusion.selectors import AUTO, EXACTLY, FUSIONS, MODES, WEIGHED, parameters_of_mode
-from kvtool.core.model.options import NetworkOptions, embedder_option, system_option
+from kvtool.core.fusion.options import FUSION, INSIDE, FusionOptions
+from kvtool.core.fusion.selectors import AUTO, MODES, parameters_of_mode
+from kvtool.core.model.options import ANSWER, SamplingOptions, system_option
 from kvtool.core.options.option import Option, Options, option, options_of
+from kvtool.core.retrieval.options import CHUNKS, RetrievalOptions
 from kvtool.core.streaming.fetch_state import DEFAULT_MARGIN, DEFAULT_PREDICTOR, PREDICTORS
 
 if TYPE_CHECKING:
-    from kvtool.core.retrieval.finder import Retrieval
     from kvtool.core.session.identity import StoreIdentity
 
-ANSWER, CHUNKS, FUSION = "Answer", "Chunks", "Fusion"  # headings in the command's help
-ORDINARY = 256  # tokens of an answer
-INSIDE, DEFER, LINK = "Diagnostics", "Deferred loading", "Shared store and time limits"
+DEFER, LINK = "Deferred loading", "Shared store and time limits"  # headings in the command's help
 
 
 @dataclass(frozen=True, kw_only=True)
-class QueryOptions(NetworkOptions, sections=("query",)):
-    """Options of how to answer; `set`, as `NAME=VALUE`, keeps parameters of fusion modes, others go to their fields."""
+class LoadOptions(Options, sections=("query",)):
+    """Options of how stored KV is read."""
 
-    max_tokens: int = option(ORDINARY, "Maximum tokens of the answer.", group=ANSWER, lowest=1)
-    system: str | None = system_option(ANSWER)
-    stop_repeats: bool = option(
-        True, "End an answer when it starts to repeat itself.", parameter="sampling.stop_repeats"
-    )
-    temperature: float = option(
-        0.0, "Sampling temperature; 0 always takes the most likely token.", group=ANSWER, lowest=0, highest=2
-    )
-    seed: int = option(0, "Seed of the random numbers for sampling.", group=ANSWER, lowest=0, highest=2**63 - 1)
-    top_p: float = option(
-        1.0,
-        "Sample from the most likely tokens with this share of the probability.",
-        parameter="sampling.top_p",
-        lowest=0,
-        highest=1,
-    )
-    verify: bool = option(
-        False, "Show the answer at once, then check it by full prefill and correct it where it differs.", group=ANSWER
-    )
-    frequency_penalty: float = option(
-        0.0,
-        "Lower a token's logit by this for each time that the answer has it.",
-        parameter="sampling.frequency_penalty",
-        lowest=-2,
-        highest=2,
-    )
-    presence_penalty: float = option(
-        0.0,
-        "Lower a token's logit by this once the answer has it.",
-        parameter="sampling.presence_penalty",
-        lowest=-2,
-        highest=2,
-    )
-    logit_bias: tuple[str, ...] = option(
-        (),
-        "Add a number to a token's logit.",
-        group=ANSWER,
-        flag=None,
-        setting=False,
-        metavar="ID=BIAS",
-        pattern=r"\d{1,9}=[-+]?\d{1,9}(\.\d*)?(e[-+]?\d\d?)?",
-    )
-    sampled_tokens: int = option(
-        0, "Sample from this number of the likeliest tokens; 0: all.", parameter="sampling.top_k", lowest=0
-    )
-    min_p: float = option(
-        0.0, "Minimum share of the best token's chance.", parameter="sampling.min_p", lowest=0, highest=1
-    )
-    repetition_penalty: float = option(
-        1.0,
-        "Divisor of the answer's own tokens.",
-        parameter="sampling.repetition_penalty",
-        lowest=0.01,
-        highest=10,
-    )
-    repeat_last_n: int = option(
-        -1, "Last tokens that the repetition penalty counts; -1: all.", parameter="sampling.repeat_last_n", lowest=-1
-    )
-    min_tokens: int = option(0, "Minimum tokens of the answer.", parameter="sampling.min_tokens", lowest=0)
-    top_logprobs: int | None = option(
-        None,
-        "Note the log-probability of each token, and so many alternatives.",
-        group=ANSWER,
-        flag=None,
-        setting=False,
-        lowest=0,
-        highest=20,
-    )
-    grammar: str = option(
-        "", "Hold the answer to this grammar, in llguidance's Lark.", group=ANSWER, flag=None, setting=False
-    )
-    cite: bool = option(False, "Cite a sentence of the passages after each sentence of the answer.", group=ANSWER)
-    clamp: bool = option(
-        False, "Shorten the answer to what is left of the model's context.", group=ANSWER, flag=None, setting=False
-    )
-    force: bool = option(
-        False, "Answer even if this model failed the self-check (`kvtool inspect gate`).", group=ANSWER, setting=False
-    )
-
-    top_k: int = option(5, "Maximum chunks (passages) to retrieve.", group=CHUNKS, lowest=1)
-    min_score: float = option(
-        0.7,
-        "Drop chunks that score below this share of the best and match no further word of the question; 0 drops none.",
-        parameter="search.min_score",
-        lowest=0,
-        highest=1,
-    )
-    source: tuple[str, ...] = option(
-        (),
-        "Search only documents whose path matches.",
-        group=CHUNKS,
-        flag="--source",
-        parameter="search.source",
-        setting=False,
-        metavar="GLOB",
-    )
-    retriever: str = option(
-        "auto",
-        "Search by words (bm25), by meaning (dense) or by both; auto uses what the store has.",
-        group=CHUNKS,
-        choices=("auto", "bm25", "dense", "hybrid"),
-    )
-    embedder: str | None = embedder_option(CHUNKS)
-    order: str = option(
-        "best-last",
-        "Order of the retrieved chunks in the prompt; with --defer, of each round.",
-        parameter="search.order",
-        choices=("relevance", "best-last", "document"),
-    )
-
-    fusion: str | None = option(
-        None,
-        "How to combine the KV of the chunks: which tokens to recompute; see `kvtool help concepts`.",
-        group=FUSION,
-        choices=FUSIONS,
-        instead="union, or prefix for recurrent models",
-        several="it takes one mode; `kvtool query QUESTION --compare MODE,MODE` compares several",
-    )
-    ratio: float = option(
-        0.15,
-        "Share of the cached tokens that blend, infoflow and union recompute.",
-        group=FUSION,
-        unit="percentage",
-        lowest=0,
-        highest=1,
-    )
-    link_tokens: int = option(16, "Number of tokens that `epic` recomputes in every chunk.", group=FUSION, lowest=0)
-    link: str = option(
-        "initial",
-        "Position of the tokens that `epic` recomputes.",
-        group=FUSION,
-        choices=("initial", "final", "boundary"),
-    )
-    shift: bool = option(
-        True,
-        "Shift the reused KV of a chunk by the average change of its recomputed tokens.",
-        group=FUSION,
-        flag="--shift/--no-shift",
-    )
     level: str = option(
         "auto",
         "Compression level to read: raw and lossless are exact, 1 loses least.",
         group=FUSION,
         choices=("auto", *LEVELS),
         metavar=f"auto|{NAMES}",
+    )
+    max_loss: float = option(
+        MAX_LOSS,
+        "Maximum loss (KL divergence) of --level auto, in nats per token of the answer.",
+        parameter="load.max_loss",
+        lowest=0,
     )
     state_cache_size: int = option(
         4 * 10**9,
@@ -180,30 +46,6 @@ class QueryOptions(NetworkOptions, sections=("query",)):
         lowest=0,
         instead="4GB",
     )
-    max_loss: float = option(
-        MAX_LOSS,
-        "Maximum loss (KL divergence) of --level auto, in nats per token of the answer.",
-        parameter="load.max_loss",
-        lowest=0,
-    )
-
-    audit: float = option(
-        0.0,
-        "Share of the questions to answer again by full recompute, as a check.",
-        group=INSIDE,
-        unit="percentage",
-        lowest=0,
-        highest=1,
-    )
-    explain: bool = option(False, "Show which tokens were recomputed, and why.", group=INSIDE, setting=False)
-    token_ids: bool = option(False, "Add the prompt's token ids to the JSON.", group=INSIDE, setting=False)
-
-    defer: bool = option(False, "Load more chunks only if the model is unsure of the answer.", group=DEFER)
-    defer_first: int = option(2, "Number of chunks that --defer loads first.", parameter="defer.first", lowest=1)
-    defer_threshold: float = option(
-        0.6, "Confidence in the answer at which --defer stops loading.", parameter="defer.threshold", lowest=0
-    )  # samples/results/quality.md
-
     slo_ms: float | None = option(
         None,
         "Target time to the first token. Decides which chunks a shared store sends, and at which level.",
@@ -233,14 +75,37 @@ class QueryOptions(NetworkOptions, sections=("query",)):
         highest=0.99,
     )
 
-    set: tuple[str, ...] = option(
-        (),
-        "Set a parameter of a mode, of sampling, search or loading; see `kvtool help concepts`.",
-        group=INSIDE,
-        metavar="NAME=VALUE",
-        pattern=r"[^=]+=.*",
-        table=True,
+
+@dataclass(frozen=True, kw_only=True)
+class QueryOptions(LoadOptions, FusionOptions, RetrievalOptions, SamplingOptions, sections=("query",)):
+    """Options of how to answer; `set`, as `NAME=VALUE`, keeps parameters of fusion modes, others go to their fields."""
+
+    system: str | None = system_option(ANSWER)
+    verify: bool = option(
+        False, "Show the answer at once, then check it by full prefill and correct it where it differs.", group=ANSWER
     )
+    cite: bool = option(False, "Cite a sentence of the passages after each sentence of the answer.", group=ANSWER)
+    clamp: bool = option(
+        False, "Shorten the answer to what is left of the model's context.", group=ANSWER, flag=None, setting=False
+    )
+    force: bool = option(
+        False, "Answer even if this model failed the self-check (`kvtool inspect gate`).", group=ANSWER, setting=False
+    )
+    audit: float = option(
+        0.0,
+        "Share of the questions to answer again by full recompute, as a check.",
+        group=INSIDE,
+        unit="percentage",
+        lowest=0,
+        highest=1,
+    )
+    explain: bool = option(False, "Show which tokens were recomputed, and why.", group=INSIDE, setting=False)
+    token_ids: bool = option(False, "Add the prompt's token ids to the JSON.", group=INSIDE, setting=False)
+    defer: bool = option(False, "Load more chunks only if the model is unsure of the answer.", group=DEFER)
+    defer_first: int = option(2, "Number of chunks that --defer loads first.", parameter="defer.first", lowest=1)
+    defer_threshold: float = option(
+        0.6, "Confidence in the answer at which --defer stops loading.", parameter="defer.threshold", lowest=0
+    )  # samples/results/quality.md
 
     def __post_init__(self) -> None:
         known = options_of(QueryOptions)
@@ -257,9 +122,6 @@ class QueryOptions(NetworkOptions, sections=("query",)):
         object.__setattr__(self, "set", tuple(of_modes.values()))
         super().__post_init__()
 
-    def mode(self, keeps_states: bool = False) -> str:
-        return self.fusion or (EXACTLY[0] if keeps_states else WEIGHED)
-
     def check_comparable(self) -> None:
         """Refuse what `--compare` cannot do: with `defer` each mode might stop at another prompt, and verified answers
         are the same in every mode."""
@@ -274,14 +136,6 @@ class QueryOptions(NetworkOptions, sections=("query",)):
         """Refuse what a store's model cannot do, before it is loaded; `modes`: in addition to `mode`. Raises
         UsageError."""
         identity.check_modes((self.mode(identity.keeps_states), *modes), self.defer)
-
-    @property
-    def retrieval(self) -> Retrieval:
-        """Return how chunks are found; `--defer` cuts none, since the answer decides how many it needs."""
-        from kvtool.core.retrieval.finder import Retrieval
-
-        min_score = 0.0 if self.defer else self.min_score
-        return Retrieval(self.retriever, self.embedder, self.source, self.offline, min_score)
 
     def rounds(self, count: int) -> Iterator[tuple[int, int]]:
         """Yield the range of chunks, best first, that each round of `--defer` loads: `defer_first`, then as many as are

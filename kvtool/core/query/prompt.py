@@ -17,6 +17,7 @@ from kvtool.core.common.timeline import add_span
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import ContextFullError, DamagedError, NothingFoundError, UsageError
 from kvtool.core.fusion.plan import Candidate, Part, Plan, build_plan, extend_plan, with_stored_rows
+from kvtool.core.model.options import ORDINARY
 from kvtool.core.model.prompt import (
     PromptParts,
     chunk_tokens,
@@ -26,7 +27,7 @@ from kvtool.core.model.prompt import (
     said_tokens,
 )
 from kvtool.core.model.tokens import encode
-from kvtool.core.query.options import ORDINARY, QueryOptions
+from kvtool.core.query.options import LoadOptions, QueryOptions
 from kvtool.core.query.reply import OWN_TEXT, Request
 from kvtool.core.query.retrieve import Retrieved, find_chunks
 from kvtool.core.retrieval.passages import Found, Hit, Passage
@@ -94,7 +95,7 @@ def lay_out(
     started = time.perf_counter()
     with session.lock, session.store.view():
         session.refresh()
-        parts = parts_for(session, options)
+        parts = parts_for(session, options.system)
         _check_characters(session, len(request.question))
         question = question_tokens(session.tokenizer, request.question, parts, request.prefill)
         check_length, more = partial(_check_length, session, len(question), prefix), 0
@@ -163,15 +164,15 @@ def _find(session: Session, request: Request, options: QueryOptions, must_find: 
         return Found([])
 
 
-def lay_out_at(session: Session, layout: PromptLayout, options: QueryOptions, level: str) -> PromptLayout:
+def lay_out_at(session: Session, layout: PromptLayout, options: LoadOptions, level: str) -> PromptLayout:
     prefix, *_, question = layout.plan.segments
     chunks = [found for hit in layout.hits if (found := _candidate(session, hit, level, options.max_loss)) is not None]
     return replace(layout, plan=build_plan(prefix.source, with_stored_rows(session.store, chunks), question.ids))
 
 
-def parts_for(session: Session, options: QueryOptions) -> PromptParts:
-    if options.system is not None and options.system != session.identity.system:
-        return prompt_parts(session.tokenizer, options.system)
+def parts_for(session: Session, system: str | None) -> PromptParts:
+    if system is not None and system != session.identity.system:
+        return prompt_parts(session.tokenizer, system)
     return session.parts
 
 
@@ -220,7 +221,7 @@ def _candidate(session: Session, hit: Hit, level: str, max_loss: float) -> Candi
     return _stored(session, wanted, info, level, max_loss)
 
 
-def part_of_chunk(session: Session, chunk_id: bytes, ids: Ids, skipped: int, options: QueryOptions) -> Candidate:
+def part_of_chunk(session: Session, chunk_id: bytes, ids: Ids, skipped: int, options: LoadOptions) -> Candidate:
     """Return tokens of a chunk from number `skipped` on, with the level their rows are read at: none that drops
     rows."""
     info = _info(session, chunk_id)
@@ -366,7 +367,7 @@ def _beginning(session: Session, request: Request) -> Sequence[int]:
     return encode(session.tokenizer, text[: _MOST_CHARACTERS * most])[:most]
 
 
-def plan_spotted(session: Session, ids: Ids, spans: Sequence[Span], options: QueryOptions) -> Plan:
+def plan_spotted(session: Session, ids: Ids, spans: Sequence[Span], options: LoadOptions) -> Plan:
     """Plan a prompt of these token ids, `spans` of which are stored passages; the question is what follows the last."""
     parts = list(_parts(session, options, ids, spans))
     return build_plan(parts[0], parts[1:], ids[spans[-1].stop if spans else -1 :])
@@ -383,7 +384,7 @@ def spot_all(session: Session, ids: Sequence[int], owner: str | None) -> list[Sp
     return without_overlap([*spans, *session.learned.spot(ids, owner)])
 
 
-def _parts(session: Session, options: QueryOptions, ids: Ids, spans: Sequence[Span]) -> Iterator[Candidate]:
+def _parts(session: Session, options: LoadOptions, ids: Ids, spans: Sequence[Span]) -> Iterator[Candidate]:
     before = 0
     if not spans:
         yield Candidate(ids[:-1], reason=OWN_TEXT)

@@ -40,7 +40,7 @@ from kvtool.core.streaming.policy import DEPTH
 
 if TYPE_CHECKING:
     from kvtool.core.model.prefill import ChunkKV
-    from kvtool.core.query.options import QueryOptions
+    from kvtool.core.query.options import LoadOptions
     from kvtool.core.query.prompt import PromptLayout
     from kvtool.core.session.session import Session
 
@@ -64,7 +64,7 @@ class Streamed:
     ms: float = 0.0
 
 
-def stream_prompt(session: Session, layout: PromptLayout, options: QueryOptions, selector: Selector) -> Streamed:
+def stream_prompt(session: Session, layout: PromptLayout, options: LoadOptions, selector: Selector) -> Streamed:
     """Fetch what a prompt lacks until the objective leaves time only for computing. Calibration does not count."""
     speeds = session.speeds.speeds((MEMORY,), ())  # memory: decoding overlaps with fetching, placing does not
     compile_ahead()
@@ -127,7 +127,7 @@ def _rows(log: Sequence[dict[str, Any]], segments: Sequence[Segment]) -> list[di
 
 
 def _ladders(
-    store: Store, link: RemoteBackend, plan: Plan, options: QueryOptions, selector: Selector, layers: int
+    store: Store, link: RemoteBackend, plan: Plan, options: LoadOptions, selector: Selector, layers: int
 ) -> tuple[Ladder, ...]:
     """Return the ladders of the segments that lack something here, the most relevant first, the prompt's beginning
     last: its few tokens are never lossy, so it gains least for its bytes."""

@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING
 from kvtool.core.common.timeline import add_span
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.plan import Plan, build_plan, extend_plan
-from kvtool.core.fusion.selectors import REFERENCE, selector_for
+from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.model.generate import Generated, Sampling, follow
 from kvtool.core.query.reply import Verified
 
 if TYPE_CHECKING:
-    from kvtool.core.query.options import QueryOptions
     from kvtool.core.session.session import Session
 
 
@@ -57,7 +56,6 @@ def check(
     session: Session,
     fused: Fused,
     has_prefix: bool,
-    options: QueryOptions,
     draft: Generated,
     sampling: Sampling,
     since: float | None = None,
@@ -66,8 +64,8 @@ def check(
     segment is what earlier turns left, and exact, if `has_prefix`. `sampling`: how the draft was chosen, greedily."""
     started = time.perf_counter()
     with session.lock:
-        plan, full = _in_full(fused.plan, has_prefix), selector_for(options, REFERENCE)
-        exact = fuse(session.decoder, plan, full, session.source, timeline=session.timeline, cache=fused.cache)
+        plan = _in_full(fused.plan, has_prefix)
+        exact = fuse(session.decoder, plan, Full(), session.source, timeline=session.timeline, cache=fused.cache)
         prefill_ms = add_span(session.timeline, "verify: full prefill", started) * 1e3
         known = follow(session.decoder, exact.cache, exact.logits, draft.script, sampling)
     return Check(draft, exact, known, started if since is None else since, prefill_ms)

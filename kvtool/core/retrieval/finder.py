@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
@@ -23,6 +22,7 @@ from kvtool.core.corpus.readers import file_of
 from kvtool.core.errors import DamagedError, ModelError, NoDocumentsError, NothingFoundError, UsageError
 from kvtool.core.retrieval.embed import Embeds, Meaning, embedder_of, remember, remembered
 from kvtool.core.retrieval.index import Index, index_of
+from kvtool.core.retrieval.options import RetrievalOptions
 from kvtool.core.retrieval.passages import Found, Hit, Passage, found_by, holds_passage, passages_in, recent_first
 from kvtool.core.retrieval.search import Search, count_rare, keywords
 from kvtool.core.retrieval.spotting import Span, Spotter
@@ -150,19 +150,6 @@ _DOCUMENTS = 16  # held unpacked
 _TIES = 8  # found beyond those wanted: a preferred one may replace one of the same score
 
 
-@dataclass(frozen=True, slots=True)
-class Retrieval:
-    """How to find chunks. `retriever`: `bm25` (words), `dense` (vectors), `hybrid`, or `auto`: both where the store has
-    vectors. `min_score`: share of the best score below which a chunk has to add words of the question; vectors alone
-    cut nothing, since cosines of helpful and other chunks differ too little."""
-
-    retriever: str = "auto"
-    embedder: str | None = None
-    only: tuple[str, ...] = ()
-    offline: bool = False
-    min_score: float = 0.0
-
-
 class Finder:
     """Finds chunks; the index and vectors are updated when a question comes after a change of documents."""
 
@@ -192,8 +179,7 @@ class Finder:
     def find(
         self,
         question: str,
-        top_k: int,
-        retrieval: Retrieval,
+        options: RetrievalOptions,
         prefer: Container[bytes] | None = None,
         is_asked: bool = False,
     ) -> Found:
@@ -203,19 +189,20 @@ class Finder:
             self.follow()
             if not len(self.index):
                 raise NoDocumentsError
-            allowed = self._allowed(retrieval.only) if retrieval.only else None
+            allowed = self._allowed(options.source) if options.source else None
             search = Search(self.index, self.text, allowed, lambda passage: (self.own_text(passage) or "").strip())
-            corrections = search.corrections(question) if retrieval.retriever != "dense" else []
-            if corrections and self._meaning(retrieval) is not None:
+            corrections = search.corrections(question) if options.retriever != "dense" else []
+            if corrections and self._meaning(options) is not None:
                 corrections = []  # vectors find what a typo means
             question = " ".join((question, *(each["to"] for each in corrections)))
-            if is_asked and not self._is_search(search, question, retrieval):
+            if is_asked and not self._is_search(search, question, options):
                 raise NothingFoundError(*_NOTHING)
-            hits = self._best(search, question, top_k if prefer is None else top_k + _TIES, retrieval)
-            hits = hits if prefer is None else recent_first(hits, prefer)[:top_k]
-            if not retrieval.min_score or retrieval.retriever == "dense":
+            count = options.top_k if prefer is None else options.top_k + _TIES
+            hits = self._best(search, question, count, options)
+            hits = hits if prefer is None else recent_first(hits, prefer)[: options.top_k]
+            if not options.min_score or options.retriever == "dense":
                 return Found(hits, 0, corrections)
-            kept = search.helpful(question, hits, retrieval.min_score)
+            kept = search.helpful(question, hits, options.min_score)
             return Found(kept, len(hits) - len(kept), corrections)
 
     def spot(self, ids: Sequence[int]) -> list[Span]:
@@ -236,19 +223,19 @@ class Finder:
             hits += [Hit(place, math.nan) for place in places]
         return hits
 
-    def _best(self, search: Search, question: str, top_k: int, retrieval: Retrieval) -> list[Hit]:
-        meaning = self._meaning(retrieval)
+    def _best(self, search: Search, question: str, count: int, options: RetrievalOptions) -> list[Hit]:
+        meaning = self._meaning(options)
         like = meaning(question) if meaning is not None else None
-        hits = search.best(question, top_k, like, words=retrieval.retriever != "dense")
+        hits = search.best(question, count, like, words=options.retriever != "dense")
         if not hits:
             raise NothingFoundError(*_NOTHING)
         return hits
 
-    def _is_search(self, search: Search, question: str, retrieval: Retrieval) -> bool:
+    def _is_search(self, search: Search, question: str, options: RetrievalOptions) -> bool:
         """Whether a question has a word of some chunk, stop words and greetings aside; vectors need none."""
         words = asked_terms(without_idle(question), self.index.languages)
         has_idle = len(words) < len(asked_terms(question, self.index.languages))  # else the search itself shows it
-        return bool(words) and (not has_idle or search.matches(words) or self._meaning(retrieval) is not None)
+        return bool(words) and (not has_idle or search.matches(words) or self._meaning(options) is not None)
 
     def document(self, source: str) -> DocumentEntry | None:
         """The current document, cached since its chunks are read one after the other. Raises DamagedError."""
@@ -295,19 +282,19 @@ class Finder:
         self._meaning_by(ref, offline)
         remember(self._store, ref)
 
-    def _meaning(self, retrieval: Retrieval) -> Meaning | None:
-        if retrieval.retriever == "bm25":
+    def _meaning(self, options: RetrievalOptions) -> Meaning | None:
+        if options.retriever == "bm25":
             return None
-        ref = retrieval.embedder or remembered(self._store, self._warn)
+        ref = options.embedder or remembered(self._store, self._warn)
         if ref is None:
-            if retrieval.retriever == "auto":
+            if options.retriever == "auto":
                 return None
             hint = "name it once with `ingest --embedder`, or in KVTOOL_EMBEDDER"
-            raise UsageError(f"--retriever {retrieval.retriever} needs an embedding model", hint)
+            raise UsageError(f"--retriever {options.retriever} needs an embedding model", hint)
         try:
-            return self._meaning_by(ref, retrieval.offline)
+            return self._meaning_by(ref, options.offline)
         except ModelError as error:
-            if retrieval.retriever != "auto" or retrieval.embedder is not None:
+            if options.retriever != "auto" or options.embedder is not None:
                 raise
             self._warn(f"found only by words: {error.message}", error.hint)
             return None

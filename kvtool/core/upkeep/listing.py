@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtool.core.codec.levels import LEVELS, known
 from kvtool.core.common.json_text import level_rows
 from kvtool.core.errors import UsageError, did_you_mean
+from kvtool.core.upkeep.selectors import named_documents
 
 if TYPE_CHECKING:
     from kvtool.core.cache.entries import ChunkRef, DocumentEntry
@@ -152,17 +153,23 @@ def parse_sort(text: str) -> Callable[[Iterable[AnyRow]], list[AnyRow]]:
 # ---- documents ---------------------------------------------------------------------------------------------------
 
 
-def documents_of(rows: Iterable[Row]) -> list[DocumentRow]:
-    by_source: dict[str, DocumentRow] = {}
+def list_documents(
+    store: Store, targets: Sequence[str] = (), sort: str = "source", by_chunk: bool = False
+) -> tuple[list[DocumentRow], list[Row]]:
+    """The documents that the targets select, all without any, and their chunks. `sort`: see `parse_sort`; it orders
+    documents, or chunks if `by_chunk`. Raises UsageError: a target selects nothing; DamagedError."""
+    in_order = parse_sort(sort)
+    with store.view():
+        sources, files = {*named_documents(store, targets)} if targets else None, files_of(store)
+        chosen = [document for document in store.documents() if sources is None or document.source in sources]
+        documents = {document.source: DocumentRow(Listed.of(document, files)) for document in chosen}
+        rows = [row for row in rows_of(store) if row.document.source in documents]
+    rows = in_order(rows) if by_chunk else rows
     for row in rows:
-        by_source.setdefault(row.document.source, DocumentRow(row.document)).add(row)
-    return list(by_source.values())
-
-
-def without_chunks(store: Store) -> list[DocumentRow]:
-    """Documents that gave no chunk, which no row is of. Raises DamagedError."""
-    files = files_of(store)
-    return [DocumentRow(Listed.of(document, files)) for document in store.documents() if not document.chunks]
+        documents[row.document.source].add(row)
+    if not by_chunk:
+        return in_order(documents.values()), rows
+    return [documents[source] for source in dict.fromkeys([*(row.document.source for row in rows), *documents])], rows
 
 
 def listed(documents: Iterable[DocumentRow], rows: Iterable[Row]) -> dict[str, Any]:

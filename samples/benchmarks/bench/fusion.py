@@ -19,7 +19,8 @@ from kvtool.core.common.types import Events
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.engine import Fused, FuseTiming, fuse
 from kvtool.core.fusion.loader import StoreSource
-from kvtool.core.fusion.selectors import REFERENCE, selector_for
+from kvtool.core.fusion.options import selector_for
+from kvtool.core.fusion.selectors import REFERENCE
 from kvtool.core.kernels.linear.onednn import keep_few_kernels, pack_weights
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.session.identity import ProfileCache

@@ -18,7 +18,8 @@ from kvtool.core.fusion.chunk_cache import ChunkCache, held_on
 from kvtool.core.fusion.engine import fuse
 from kvtool.core.fusion.graph_pass import GraphPass
 from kvtool.core.fusion.loader import StoreSource
-from kvtool.core.fusion.selectors import REFERENCE, selector_for
+from kvtool.core.fusion.options import selector_for
+from kvtool.core.fusion.selectors import REFERENCE
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.session.identity import ProfileCache

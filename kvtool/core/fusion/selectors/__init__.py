@@ -7,7 +7,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.common.plugins import PluginError, found
-from kvtool.core.errors import UsageError
 from kvtool.core.options.option import Option, parameters_of
 
 if TYPE_CHECKING:
@@ -30,17 +29,17 @@ def __getattr__(name: str) -> Any:
     """Import the selectors, and torch with them, only when they are asked for."""
     if name != "SELECTORS":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    classes: dict[str, type[Selector]] = {mode: _kind_of(mode) for mode in _OWN}
+    classes: dict[str, type[Selector]] = {mode: selector_class(mode) for mode in _OWN}
     for mode, plugin in _PLUGINS.items():
         try:
-            classes[mode] = _kind_of(mode)
+            classes[mode] = selector_class(mode)
         except PluginError as error:
             plugin.leave_out(error)
     globals()["SELECTORS"] = classes
     return classes
 
 
-def _kind_of(mode: str) -> type[Selector]:
+def selector_class(mode: str) -> type[Selector]:
     if mode in _OWN:
         kind: type[Selector] = getattr(import_module(f"{__name__}.{mode}"), mode.capitalize())
         return kind
@@ -55,21 +54,5 @@ def _kind_of(mode: str) -> type[Selector]:
     return kind
 
 
-def selector_for(options: object, mode: str) -> Selector:
-    """Make the selector of a mode. Its parameters are the attributes of `options` with their names, and those that
-    `options.set` has as `MODE.PARAMETER=VALUE`. Raises UsageError: the mode is unknown; PluginError."""
-    if mode not in MODES:
-        raise UsageError(f"there is no fusion mode {mode!r}", f"known: {', '.join(MODES)}")
-    kind = _kind_of(mode)
-    parameters = parameters_of_mode(mode)
-    given = {name: getattr(options, name) for name in parameters if hasattr(options, name)}
-    for pair in getattr(options, "set", ()):
-        of, _, text = pair.partition("=")
-        if of.startswith(f"{mode}."):
-            parameter = parameters[of.removeprefix(f"{mode}.")]
-            given[parameter.name] = parameter.parse(text, of)
-    return kind(**given)
-
-
 def parameters_of_mode(mode: str) -> dict[str, Option]:
-    return parameters_of(_kind_of(mode), mode)
+    return parameters_of(selector_class(mode), mode)

@@ -1,4 +1,4 @@
-"""Shared state of a cache of the Python API: a store and its model, one thread at a time, and audits of its answers."""
+"""State of a cache of the Python API: a store and its model, one thread at a time, and audits of its answers."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from kvtool.core.common.types import Events, Warn
-from kvtool.core.errors import KvtoolError, KvtoolWarning, UsageError
+from kvtool.core.errors import KvtoolError, KvtoolWarning, StoreFormatError, UsageError
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import Options, options_of
 from kvtool.core.query.options import QueryOptions
 
 if TYPE_CHECKING:
+    from kvtool.core.cache.store import Store
     from kvtool.core.model.decoder import Decoder
     from kvtool.core.query.audit import Auditor
     from kvtool.core.query.reply import Reply
+    from kvtool.core.retrieval.finder import Finder
     from kvtool.core.session.session import Session
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -37,13 +39,13 @@ def warn_user(text: str, hint: str) -> None:
     warnings.warn(KvtoolWarning(text, hint), stacklevel=level)
 
 
-def alone(source: type[Options] = Options) -> Callable[[Method], Method]:
-    """Run a method in one thread at a time, on an open cache: passes of a model take turns, and a store must not be
-    closed under another thread. Notebooks are shown the options of `source` as keywords."""
+def synchronized(source: type[Options] = Options) -> Callable[[Method], Method]:
+    """Run a method in one thread at a time, on an open cache: passes of a model take turns, and another thread must not
+    close the store meanwhile. The signature shows the options of `source` as keywords."""
 
     def decorate(method: Method) -> Method:
         @functools.wraps(method)
-        def call(self: Held, *args: Any, **options: Any) -> Any:
+        def call(self: SharedSession, *args: Any, **options: Any) -> Any:
             with self._lock:
                 self._check_open()
                 return method(self, *args, **options)
@@ -55,27 +57,57 @@ def alone(source: type[Options] = Options) -> Callable[[Method], Method]:
 
 
 def _with_keywords(plain: inspect.Signature, source: type[Options]) -> inspect.Signature:
-    keep = [each for each in plain.parameters.values() if each.kind is not each.VAR_KEYWORD]
-    names = {each.name for each in keep}
-    written_out = [
+    parameters = [each for each in plain.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    names = {each.name for each in parameters}
+    keywords = [
         inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=option.default)
         for option in options_of(source).values()
-        if option.is_keyword and option.name not in names and not _is_of_model(option.name)
+        if option.is_keyword and option.name not in names and option.name not in options_of(ModelOptions)
     ]
-    return plain.replace(parameters=[*keep, *written_out])
+    return plain.replace(parameters=[*parameters, *keywords])
 
 
-def _is_of_model(name: str) -> bool:
-    return name in options_of(ModelOptions)
+class StoreReader:
+    """A store that is opened at the first use, and stays open with its index until `close`. Threads may share it."""
+
+    def __init__(self, path: Path | str, warn: Warn) -> None:
+        self._path, self._warn = path, warn
+        self._lock = threading.RLock()
+        self._open: tuple[Store, Finder] | None = None
+
+    @contextmanager
+    def reading(self) -> Iterator[tuple[Store, Finder]]:
+        """Lend the newest revision of the store."""
+        from kvtool.core.remote.mirror import open_store
+        from kvtool.core.retrieval.finder import Finder
+
+        with self._lock:
+            if self._open is not None:
+                try:
+                    self._open[0].follow()
+                except StoreFormatError:  # replaced by another store
+                    self.close()
+            if self._open is None:
+                store = open_store(self._path, warn=self._warn)
+                self._open = store, Finder(store, self._warn)
+            with self._open[0].view():
+                yield self._open
+
+    def close(self) -> None:
+        with self._lock:
+            if self._open is not None:
+                self._open[0].close()
+                self._open = None
 
 
-class Held:
+class SharedSession:
     def __init__(self, path: Path | str, model: ModelOptions, warn: Warn | None = None) -> None:
         self.path = path
         self._model = model
         self._warn = warn if warn is not None else warn_user
         self._lock = threading.RLock()
         self._session: Session | None = None
+        self._reader = StoreReader(path, self._warn)
         self._auditor: Auditor | None = None
         self._to_audit: list[Callable[[], object]] = []
         self._closed = False
@@ -84,10 +116,11 @@ class Held:
         return f"kvtool.open({str(self.path)!r}){' (closed)' if self._closed else ''}"
 
     def close(self) -> None:
-        """Release the model and the store. Nothing can be asked of the cache after that."""
+        """Release the model and the store. The cache cannot be used after that."""
         with self._lock:
             self._finish_audits()
             self._release()
+            self._reader.close()
             self._closed = True
 
     def __enter__(self) -> Self:
@@ -100,23 +133,23 @@ class Held:
         if self._closed:
             raise UsageError("this cache was closed", f"open the store again: kvtool.open({str(self.path)!r})")
 
-    def _wanted(self, source: type[O], given: Mapping[str, Any], **own: Any) -> O:
-        """Return the options of a call, with the model's as the cache was opened with. Raises UsageError."""
+    def _options(self, source: type[O], given: Mapping[str, Any], **more: Any) -> O:
+        """Return the options of a call, with those of the cache's model. Raises UsageError."""
         for name, value in given.items():
-            if _is_of_model(name) and value != getattr(self._model, name):
+            if name in options_of(ModelOptions) and value != getattr(self._model, name):
                 raise UsageError(f"{name} is the same for all that a cache does", "give it to kvtool.open")
         model = {name: getattr(self._model, name) for name in options_of(ModelOptions) if name in options_of(source)}
-        return source.of({**model, **given, **own})
+        return source.of({**model, **given, **more})
 
     def _events(self, events: Events | None) -> Events:
         return events or Events(warn=self._warn)
 
     @contextmanager
-    def _beside(self) -> Iterator[Path]:
+    def _exclusive_folder(self) -> Iterator[Path]:
         """Lend the store's folder to a function that opens the store itself. The model stays loaded, and the session is
         refreshed afterwards."""
         if isinstance(self.path, str):
-            raise UsageError("a shared store can only be asked", "work on a local one, and push it")
+            raise UsageError("a shared store can only be searched and queried", "work on a local one, and push it")
         if self._session is not None:
             self._session.store.flush()
         try:
@@ -125,17 +158,17 @@ class Held:
             if self._session is not None:
                 try:
                     self._session.refresh()
-                except KvtoolError:  # another store, or another model's: the next question opens it anew
+                except KvtoolError:  # another store, or another model's: the next question opens it again
                     self._release()
 
     # ---- audits ----
 
     def _audit_later(self, reply: Reply, options: QueryOptions) -> None:
-        """Audit an answer in a thread of its own, if it is drawn: the caller has the answer meanwhile."""
+        """Audit an answer in another thread, if it is drawn: the caller has the answer meanwhile."""
         from kvtool.core.query.audit import Auditor
 
         if self._auditor is None:
-            self._auditor = Auditor(self._opened())
+            self._auditor = Auditor(self._open_session())
         if self._auditor.is_due(reply, options.audit):
             self._to_audit.append(functools.partial(self._auditor.audit, reply, options))
             threading.Thread(target=self._audit_now, name="kvtool-audit").start()
@@ -159,13 +192,13 @@ class Held:
             session.store.close()
 
     @contextmanager
-    def _lent(self) -> Iterator[Session]:
+    def _shared_session(self) -> Iterator[Session]:
         with self._lock:
             self._check_open()
             self._finish_audits()
-            yield self._opened()
+            yield self._open_session()
 
-    def _opened(self) -> Session:
+    def _open_session(self) -> Session:
         from kvtool.core.remote.mirror import open_store
         from kvtool.core.session.session import Session
 
