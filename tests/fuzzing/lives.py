@@ -22,10 +22,9 @@ import kvtool
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import KvtoolError, NoSpaceError, NothingFoundError, UsageError
 from kvtool.core.query.reply import Reply
+from tests.chaos.injury import AGE, flip_bit, live_regions
 from tests.cli.working import Done
 from tests.families import HYBRIDS
-from tests.faults.harness.injury import flip_bit
-from tests.faults.harness.live import AGE, live_regions
 from tests.fusion.making import MOE
 from tests.fuzzing import children
 from tests.fuzzing.checks import Checks, require

@@ -18,9 +18,9 @@ from kvtool.core.remote.catalogue_io import read_catalogue
 from kvtool.core.remote.options import PushOptions
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
-from tests.cache.making import LAYERS, add_file, check_file, id_of, put, records_of
-from tests.remote.test_sharing import add, forget, is_whole, new_store
+from tests.remote.test_sharing import is_whole
 from tests.spying import calls_of
+from tests.stores import LAYERS, add, add_file, check_file, forget, id_of, new_store, put, records_of
 
 
 @pytest.fixture

@@ -20,7 +20,8 @@ from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from kvtool.core.remote.redis import RedisBlobs
 from tests.remote.backends import WRITABLE
-from tests.remote.test_sharing import add, after_first, forget, is_whole, new_store, other, pushed_by, sources_of, store
+from tests.remote.test_sharing import after_first, is_whole, other, pushed_by, store
+from tests.stores import add, forget, new_store, sources_of
 
 __all__ = ["other", "store"]
 pytestmark = [pytest.mark.usefixtures("small_packs"), pytest.mark.parametrize("url", WRITABLE, indirect=True)]
