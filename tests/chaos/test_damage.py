@@ -54,7 +54,7 @@ def stored(path: Path, table: bytes, key: bytes) -> bytes:
         return bytes(value)
 
 
-def test_flips_in_the_file_itself(path: Path) -> None:
+def test_flipped_payload_is_reported_and_never_read(path: Path) -> None:
     """One bit of a payload, found by its bytes in data.mdb: LMDB does not notice, we do."""
     data = path / "data/gen-1/data.mdb"
     payload = payload_of("f0.1", 1, dim=DIM)[1]
@@ -71,7 +71,7 @@ def test_flips_in_the_file_itself(path: Path) -> None:
 
 
 @pytest.mark.parametrize("other", [("f0.1", 0), ("f0.0", 1)], ids=["another chunk's", "another layer's"])
-def test_swapped_records(path: Path, other: tuple[str, int]) -> None:
+def test_swapped_records_are_damage(path: Path, other: tuple[str, int]) -> None:
     places = [("f0.0", 0), other]
     keys = [tables.record_key(id_of(label), "raw", layer) for label, layer in places]
     values = [stored(path, tables.RECORDS, key) for key in keys]
@@ -84,7 +84,7 @@ def test_swapped_records(path: Path, other: tuple[str, int]) -> None:
         assert len(verify(store)) == 2
 
 
-def test_a_damaged_record_is_replaced_by_putting_it_again(path: Path) -> None:
+def test_writing_a_record_again_replaces_a_damaged_one(path: Path) -> None:
     key = tables.record_key(id_of("f0.0"), "raw", 1)
     overwrite(path, tables.RECORDS, key, flip_bit(stored(path, tables.RECORDS, key), 500))
     with Store.open(path) as store:
@@ -101,7 +101,7 @@ def _rows(path: Path) -> list[tuple[bytes, bytes]]:
 
 
 @pytest.mark.slow
-def test_any_damaged_row_is_found_and_repaired(tmp_path: Path) -> None:
+def test_repair_of_every_flipped_or_removed_row(tmp_path: Path) -> None:
     """Flip a byte of every row in turn, and drop every row in turn; repair; ingest what is missing; all is sound."""
     original = make_store(tmp_path / "original", files=1)
     for number, (table, key) in enumerate(_rows(original)):
@@ -129,7 +129,7 @@ def _check_repair(path: Path, table: bytes, dropped: bool) -> None:
         check_file(store, "f0")
 
 
-def test_a_document_whose_file_is_damaged_goes(path: Path) -> None:
+def test_repair_removes_documents_of_a_damaged_file(path: Path) -> None:
     key = tables.name_key("f0")
     overwrite(path, tables.FILES, key, flip_bit(stored(path, tables.FILES, key), 70))
     with Store.open(path) as store, store.writer() as pen:
@@ -138,7 +138,7 @@ def test_a_document_whose_file_is_damaged_goes(path: Path) -> None:
             assert [*snapshot.keys(tables.DOCUMENTS)] == [tables.name_key("f1")]
 
 
-def test_a_damaged_description_is_a_miss(path: Path) -> None:
+def test_damaged_chunk_description_is_a_miss(path: Path) -> None:
     key = id_of("f0.0")
     overwrite(path, tables.CHUNKS, key, flip_bit(stored(path, tables.CHUNKS, key), 80))
     with Store.open(path) as store:
@@ -147,7 +147,7 @@ def test_a_damaged_description_is_a_miss(path: Path) -> None:
             store.chunk_info(key)
 
 
-def test_collect_drops_nothing_on_a_damaged_document(path: Path) -> None:
+def test_damaged_document_stops_garbage_collection(path: Path) -> None:
     key = tables.name_key("f0")
     overwrite(path, tables.DOCUMENTS, key, flip_bit(stored(path, tables.DOCUMENTS, key), 80))
     with Store.open(path) as store, store.writer() as pen:
@@ -156,7 +156,7 @@ def test_collect_drops_nothing_on_a_damaged_document(path: Path) -> None:
         assert len(store.chunk_ids()) == 4
 
 
-def test_every_truncation_of_the_data_file(path: Path) -> None:
+def test_truncated_data_file_is_refused(path: Path) -> None:
     data = path / "data/gen-1/data.mdb"
     whole = data.read_bytes()
     cuts = {0, 1, 16, 100, 4095, 4096, 5000, 8191, 8192, len(whole) // 2, len(whole) - 4096, len(whole) - 1}
@@ -172,7 +172,7 @@ def test_every_truncation_of_the_data_file(path: Path) -> None:
         check_file(store, "f0", dim=DIM)
 
 
-def test_cut_while_open(path: Path) -> None:
+def test_data_file_truncated_while_open(path: Path) -> None:
     """The file is cut under an open store: a short read instead of SIGBUS, where values are read from the file."""
     data = path / "data/gen-1/data.mdb"
     with Store.open(path) as store:
@@ -184,7 +184,7 @@ def test_cut_while_open(path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_file_shorter_than_its_last_page_may_be_whole(tmp_path: Path) -> None:
+def test_data_file_without_its_last_free_page_is_sound(tmp_path: Path) -> None:
     """LMDB leaves a page unwritten that a transaction took at the end and gave up: no damage, and no false alarm."""
     found = sum(_shorter(tmp_path / str(seed), random.Random(seed)) for seed in range(150))
     assert found
@@ -214,14 +214,14 @@ def _shorter(folder: Path, dice: random.Random) -> int:
     return found
 
 
-def test_verify_survives_what_kills_its_child(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_reports_a_signal_of_its_child(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtool.core.cache.integrity._CHILD", "import os, signal; os.kill(os.getpid(), signal.SIGBUS)")
     with Store.open(path) as store:
         (found,) = verify(store)
     assert "SIGBUS" in found.reason
 
 
-def test_damaged_meta_pages(path: Path) -> None:
+def test_damaged_meta_pages_are_refused(path: Path) -> None:
     data = path / "data/gen-1/data.mdb"
     whole = data.read_bytes()
     for at in (16, 20, 40, 4096 + 16, 4096 + 20):
@@ -231,7 +231,7 @@ def test_damaged_meta_pages(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("key", "helps"), [(tables.STORE_KEY, layout.REBUILD), (tables.REVISION_KEY, layout.REPAIR)])
-def test_damage_of_what_every_command_reads_says_what_helps(path: Path, key: bytes, helps: str) -> None:
+def test_damaged_store_name_or_revision_names_the_way_out(path: Path, key: bytes, helps: str) -> None:
     """The store's own name, and its revision: without either nothing of it is answered."""
     value = stored(path, tables.META, key)
     overwrite(path, tables.META, key, flip_bit(value, len(value) // 2))
@@ -261,7 +261,7 @@ def test_missing_store_is_not_made(tmp_path: Path) -> None:
     assert os.listdir(empty) == []
 
 
-def test_a_folder_with_other_things_is_left_alone(tmp_path: Path) -> None:
+def test_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "photos"
     path.mkdir(mode=0o755)
     (path / "cat.jpg").write_bytes(b"x")
@@ -355,7 +355,7 @@ def test_lost_store_file_loses_no_data(tmp_path: Path) -> None:
     assert (path / "data/gen-1/data.mdb").exists()
 
 
-def test_side_files_that_are_fifos_do_not_hang(tmp_path: Path) -> None:
+def test_fifos_in_place_of_logs_do_not_hang(tmp_path: Path) -> None:
     path = make_store(tmp_path / "store")
     for name in ("access.log", "served.log"):
         os.mkfifo(path / name)
@@ -367,7 +367,7 @@ def test_side_files_that_are_fifos_do_not_hang(tmp_path: Path) -> None:
             assert pen.collect() == 0
 
 
-def test_a_creation_that_was_killed_is_completed(tmp_path: Path) -> None:
+def test_killed_creation_is_completed(tmp_path: Path) -> None:
     whole = make_store(tmp_path / "whole")
     for stage, kept in enumerate(([], ["store.json"], ["store.json", "current"])):
         path = tmp_path / f"stage{stage}"
@@ -418,7 +418,7 @@ def test_read_only_store_is_read_and_not_written(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.slow
-def test_read_only_mount(tmp_path: Path) -> None:
+def test_read_only_mount_is_read_and_not_written(tmp_path: Path) -> None:
     """A real one where we may mount: root ignores permission bits, but not this."""
     path = make_store(tmp_path / "store")
     (path / "data/gen-1/lock.mdb").unlink()

@@ -159,7 +159,7 @@ def _push(store: Path, blobs: object) -> None:
 
 @pytest.mark.some(7)
 @pytest.mark.parametrize("name", REDIS)
-def test_a_redis_that_answers_hostilely_to_whatever_is_asked(name: str) -> None:
+def test_hostile_redis_answers(name: str) -> None:
     commands = ("strlen", "scan", "unlink", "time", "zrangebyscore", "get", "getrange", "zrem")
     with closing(HostileRedis(**dict.fromkeys(commands, REDIS[name]))) as server:
         for ask in (
@@ -174,13 +174,13 @@ def test_a_redis_that_answers_hostilely_to_whatever_is_asked(name: str) -> None:
                 refused(lambda ask=ask, blobs=blobs: ask(blobs), perhaps)  # type: ignore[misc]
 
 
-def test_a_redis_that_says_hello_as_none_does(store: Path) -> None:
+def test_push_and_pull_of_a_redis_with_a_hostile_hello(store: Path) -> None:
     for hello in (REDIS["a bulk of 2^60"], REDIS["arrays in arrays"], REDIS["a number in its place"], dripping):
         with closing(HostileRedis(hello=hello, client=hello, select=hello)) as server:
             both_ways(server.url, store)
 
 
-def test_a_scan_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_redis_scan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis, "MOST_NAMES", 50_000)
     page = b"*2\r\n$1\r\n7\r\n*1\r\n$13\r\nkvtool/\x1b[2J..\r\n"
     with closing(HostileRedis(scan=always(page))) as server, closing(open_blobs(server.url, PATIENCE)) as blobs:
@@ -243,13 +243,13 @@ def s3(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> Serve:
 
 
 @pytest.mark.parametrize("name", S3)
-def test_a_hostile_s3(name: str, store: Path, s3: Serve) -> None:
+def test_push_and_pull_of_a_hostile_s3(name: str, store: Path, s3: Serve) -> None:
     server = s3(S3[name])
     both_ways(S3_URL, store)
     assert len(server.asked) < 200
 
 
-def test_no_signature_goes_where_a_server_sends_us(store: Path, s3: Serve) -> None:
+def test_redirect_gets_no_signature(store: Path, s3: Serve) -> None:
     """Check that a request is made again elsewhere without what was signed for the first host, or not at all."""
     thief = s3(lambda request: Answer(404))
     s3(lambda request: Answer(307, headers={"Location": f"http://127.0.0.1:{thief.port}/bucket/head"}))
@@ -268,7 +268,7 @@ def _page(*keys: str, more: bool) -> bytes:
     return f"<ListBucketResult><IsTruncated>{str(more).lower()}</IsTruncated>{token}{rows}</ListBucketResult>".encode()
 
 
-def test_a_list_that_never_ends(s3: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_s3_list(s3: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "MOST_NAMES", 100)
     monkeypatch.setattr(object_store, "_MANY", 1)
     s3(lambda request: Answer(200, _page("team/kv/pack/a", "team/kv/pack/a", more=True)))
@@ -278,7 +278,7 @@ def test_a_list_that_never_ends(s3: Serve, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("key", ["../../etc/passwd", "team/kv/../x", "team/kv//x", "team/kv/\x01", "/x", "", "other"])
-def test_names_of_a_list_that_are_none(key: str, s3: Serve) -> None:
+def test_hostile_names_in_an_s3_list(key: str, s3: Serve) -> None:
     server = s3(lambda request: Answer(200, _page(key, more=False)))
     with closing(open_blobs(S3_URL, PATIENCE)) as blobs, suppress(KvtoolError):
         names = list(blobs.names())
@@ -326,13 +326,13 @@ RAW: dict[str, tuple[bytes, bytes, float]] = {
 
 @pytest.mark.some(3)
 @pytest.mark.parametrize("name", RAW)
-def test_a_hostile_line(name: str, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_push_and_pull_over_a_hostile_http_connection(name: str, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(RawServer(*RAW[name])) as server:
         point_at(monkeypatch, server.port)
         both_ways(S3_URL, store)
 
 
-def test_a_part_that_is_longer_than_what_was_asked_for(store: Path, s3: Serve) -> None:
+def test_range_longer_than_requested(store: Path, s3: Serve) -> None:
     part = b'HTTP/1.1 206 Partial Content\r\nETag: "x"\r\nLast-Modified: Wed, 21 Oct 2026 07:28:00 GMT\r\n'
     first = part + b"Content-Range: bytes 0-99/100\r\nContent-Length: %d\r\n\r\n" % 2**40
     with closing(RawServer(first, b"x" * 2**20)) as server, pytest.MonkeyPatch.context() as patch:
@@ -402,7 +402,7 @@ def peer(request: pytest.FixtureRequest, authority: trustme.CA) -> Iterator[tupl
 @pytest.mark.parametrize(
     "url", ["rediss://:secret@127.0.0.1:{port}/0?ssl_ca_certs={trusted}", "https://127.0.0.1:{port}/kv"]
 )
-def test_certificates(
+def test_certificates_of_redis_and_https(
     url: str, peer: tuple[str, Peer], authority: trustme.CA, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (kind, server), trusted = peer, tmp_path / "ca.pem"

@@ -147,7 +147,7 @@ def one_of_each(catalogue: Catalogue) -> dict[str, Any]:
 
 
 @in_a_folder
-def test_every_part_of_a_catalogue(blobs: Blobs, tmp_path: Path) -> None:
+def test_mutated_catalogues(blobs: Blobs, tmp_path: Path) -> None:
     value = one_of_each(read_catalogue(blobs))
     assert read_text(value).chunks
     left = []
@@ -162,7 +162,7 @@ def test_every_part_of_a_catalogue(blobs: Blobs, tmp_path: Path) -> None:
 
 
 @in_a_folder
-def test_every_part_of_a_root(blobs: Blobs) -> None:
+def test_mutated_catalogue_roots(blobs: Blobs) -> None:
     """Check it as a catalogue; and that a shard describes what belongs into it, and nothing else."""
     (head,) = blobs.get([HEAD])
     (root,) = blobs.get([f"catalogue/{unseal_head(head or b'').catalogue}"])
@@ -197,7 +197,7 @@ def test_every_part_of_a_root(blobs: Blobs) -> None:
     ],
     ids=["none", "noise", "list", "empty", "nested", "no number", "bomb", "unsized", "terabyte"],
 )
-def test_what_is_no_catalogue(data: bytes, blobs: Blobs, tmp_path: Path) -> None:
+def test_pull_of_an_invalid_catalogue(data: bytes, blobs: Blobs, tmp_path: Path) -> None:
     publish(blobs, data)
     with pytest.raises(DamagedError):
         pull(tmp_path / "other", blobs)
@@ -237,7 +237,7 @@ OTHER_CHUNKS = (
 
 
 @pytest.mark.parametrize("info", OTHER_CHUNKS)
-def test_a_chunk_that_is_not_what_its_id_says(info: ChunkInfo, blobs: Blobs, tmp_path: Path) -> None:
+def test_pull_of_a_chunk_that_does_not_match_its_id(info: ChunkInfo, blobs: Blobs, tmp_path: Path) -> None:
     key = id_of("f0.1")
     replace_value(blobs, "chunk", key, seal(key, Kind.CHUNK, info.to_bytes()))
     found = damaged_by(blobs, tmp_path / "other")
@@ -247,7 +247,7 @@ def test_a_chunk_that_is_not_what_its_id_says(info: ChunkInfo, blobs: Blobs, tmp
         assert other.chunk_info(key) is None
 
 
-def test_a_sealed_profile_is_held_to_its_name() -> None:
+def test_profile_that_does_not_match_its_digest() -> None:
     """Check names in spite of seals: a user who writes to the shared store can seal any value under any name."""
     digest = hashlib.blake2b(b"profile", digest_size=16).digest()
     assert values.open_profile(digest.hex(), seal(digest, Kind.PROFILE, b"profile")) == b"profile"
@@ -292,14 +292,14 @@ ENTRY = FileEntry("f0", 1, 2, "digest", "settings", ("f0",))
         seal(tables.name_key("f0"), Kind.FILE, struct.pack("<Q", 5000) + b"j" + b"[" * 4999),
     ],
 )
-def test_a_file_that_cannot_be(value: bytes, store: Store, blobs: Blobs, tmp_path: Path) -> None:
+def test_pull_of_invalid_file_entries(value: bytes, store: Store, blobs: Blobs, tmp_path: Path) -> None:
     replace_value(blobs, "file", tables.name_key("f0"), value)
     assert damaged_by(blobs, tmp_path / "other") == [f"file {tables.name_key('f0').hex()}"]
     with Store.open(tmp_path / "other") as other:
         assert [(entry.path, other.document(entry.path)) for entry in other.files()] == [("f1", store.document("f1"))]
 
 
-def test_every_part_of_a_file() -> None:
+def test_mutated_file_entries() -> None:
     entry = {"path": "f0", "size": 1, "mtime_ns": 2, "digest": "d", "settings": "s", "documents": ["f0"], "notes": []}
     document = {"source": "f0", "kind": "text", "text": "abc", "chunks": [[id_of("f0.0").hex(), 0, 1, 8]]}
     key = tables.name_key("f0")
@@ -316,7 +316,7 @@ def test_every_part_of_a_file() -> None:
 
 
 @pytest.mark.parametrize(("name", "state"), [("manifest", {"identity": IDENTITY}), ("codec", CODEC)])
-def test_every_part_of_what_a_tier_knows_of_itself(name: str, state: dict[str, Any]) -> None:
+def test_mutated_manifest_and_codec_state(name: str, state: dict[str, Any]) -> None:
     """Check that code that reads it afterwards gets known types, and can write them again."""
     for mutant in mutants(state):
         try:
@@ -326,7 +326,7 @@ def test_every_part_of_what_a_tier_knows_of_itself(name: str, state: dict[str, A
         assert unseal(name.encode(), Kind.MANIFEST, values.sealed_meta(name, found))
 
 
-def test_a_manifest_of_another_store(blobs: Blobs, tmp_path: Path) -> None:
+def test_pull_of_another_stores_manifest(blobs: Blobs, tmp_path: Path) -> None:
     value = seal(b"manifest", Kind.MANIFEST, dump_json({"identity": IDENTITY | {"fingerprint": "another"}}))
     found = text_of(read_catalogue(blobs))
     found["meta"]["manifest"] = digest_of(value)
@@ -337,7 +337,7 @@ def test_a_manifest_of_another_store(blobs: Blobs, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_packs")
-def test_records_of_another_shape_or_size(store: Store, url: str, tmp_path: Path) -> None:
+def test_pull_of_records_of_another_shape_or_size(store: Store, url: str, tmp_path: Path) -> None:
     with closing(open_blobs(url)) as blobs:
         push(store, blobs)
         key, other = id_of("f0.1"), header_of(1, tokens=4)
@@ -358,7 +358,7 @@ def test_records_of_another_shape_or_size(store: Store, url: str, tmp_path: Path
             assert damaged_by(blobs, tmp_path / f"s{number}") == [f"chunk {key.hex()} at level raw"]
 
 
-def test_bases_that_cannot_be(blobs: Blobs, tmp_path: Path) -> None:
+def test_levels_that_refine_each_other_in_a_circle(blobs: Blobs, tmp_path: Path) -> None:
     found = text_of(read_catalogue(blobs))
     key = id_of("f0.0").hex()
     size, mark, *_ = found["chunks"][key][2]["lossless"]
@@ -375,7 +375,7 @@ def test_bases_that_cannot_be(blobs: Blobs, tmp_path: Path) -> None:
     publish_parts(blobs, text_of(catalogue))
 
 
-def test_a_hostile_tier_behind_a_local_store(blobs: Blobs, store: Store) -> None:
+def test_query_of_a_hostile_shared_store(blobs: Blobs, store: Store) -> None:
     key, told = id_of("f0.1"), list[str]()
     replace_value(blobs, "chunk", key, seal(key, Kind.CHUNK, ChunkInfo((), LEAD_IN, LAYERS).to_bytes()))
     with open_shared(blobs.url, warn=lambda text, hint: told.append(text)) as tier:

@@ -74,7 +74,7 @@ def ended(child: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_processes_that_ask_and_ingest_at_once(made: Path, store: Path, tmp_path: Path) -> None:
+def test_concurrent_queries_and_ingests(made: Path, store: Path, tmp_path: Path) -> None:
     truth = {
         (question, document): ask(store, question, "full", document=document).json["answer"]
         for question in (FIRST, SECOND)
@@ -99,7 +99,7 @@ def test_processes_that_ask_and_ingest_at_once(made: Path, store: Path, tmp_path
 # ---- no space ----------------------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_keeps_nothing_and_answers(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_query_on_a_full_disk_stores_no_state(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     emptied(store)
     answer = ask(store, FIRST, "full").json["answer"]
     with monkeypatch.context() as full:
@@ -114,7 +114,7 @@ def test_a_full_disk_keeps_nothing_and_answers(store: Path, monkeypatch: pytest.
 
 
 @pytest.mark.slow
-def test_a_file_limit_met_while_a_stretch_is_kept(store: Path) -> None:
+def test_query_at_a_file_size_limit_stores_no_state(store: Path) -> None:
     """The very error of a full disk, from the kernel, in the middle of what is put."""
     answer = ask(store, FIRST, "full").json["answer"]
     data = next((store / "data").glob("gen-*/data.mdb"))
@@ -132,7 +132,7 @@ def test_a_file_limit_met_while_a_stretch_is_kept(store: Path) -> None:
 # ---- conversations -----------------------------------------------------------------------------------------------
 
 
-def test_a_prune_between_two_turns(store: Path) -> None:
+def test_prune_between_two_turns_of_a_conversation(store: Path) -> None:
     warned: list[str] = []
 
     def turns(prune: bool, mode: str) -> list[str]:
@@ -165,7 +165,7 @@ def talk_over_http(url: str, about: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_two_conversations_with_a_server(store: Path) -> None:
+def test_concurrent_conversations_with_a_server(store: Path) -> None:
     with serving(store) as served:
         alone = [talk_over_http(served.url, about) for about in ("first", "third")]
     with serving(store) as served, ThreadPoolExecutor(2) as both:
@@ -185,7 +185,7 @@ def family(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_parts_that_are_merged_exported_and_taken_answer_as_one(family: Path) -> None:
+def test_merge_export_and_import_keep_answers(family: Path) -> None:
     whole, parts = family / "whole", [family / "one", family / "two"]
     exactly = ("--store-dtype", "float32")
     ingest(family, whole, *exactly).fine()
@@ -204,7 +204,7 @@ def test_parts_that_are_merged_exported_and_taken_answer_as_one(family: Path) ->
 
 @pytest.mark.some(1)
 @pytest.mark.slow
-def test_a_store_of_float16(family: Path) -> None:
+def test_float16_store_of_states(family: Path) -> None:
     """Rows are rounded to it, states are not; what is beyond it is refused, not kept."""
     ingest(family, family / "store", "--store-dtype", "float16").fine()
     full = ask(family / "store", SECOND, "full").json
@@ -217,7 +217,7 @@ def test_a_store_of_float16(family: Path) -> None:
 
 
 @pytest.mark.slow
-def test_another_models_stretches_are_not_this_ones(made: Path, store: Path, tmp_path: Path) -> None:
+def test_states_of_another_model_are_refused(made: Path, store: Path, tmp_path: Path) -> None:
     """Of the same shapes: their names depend on the model's weights, and a pack of another model is refused."""
     other = save_tiny("qwen3.5", tmp_path / "model", seed=1)
     there = tmp_path / "there"

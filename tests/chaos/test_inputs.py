@@ -23,7 +23,6 @@ from tests.cli.working import (
     environment,
     files_below,
     kvtool,
-    listing,
     untouched,
     write_corpus,
 )
@@ -60,7 +59,9 @@ BAD: dict[str, Callable[[Path], object]] = {
 @pytest.mark.some(6)
 @pytest.mark.parametrize("kind", BAD)
 @pytest.mark.parametrize("form", [(), ("--json",), ("--dry-run",)], ids=lambda form: "".join(form) or "human")
-def test_alone(kind: str, form: tuple[str, ...], store: Path, tiny: Path, tmp_path: Path) -> None:
+def test_ingest_of_one_unreadable_path(
+    kind: str, form: tuple[str, ...], store: Path, tiny: Path, tmp_path: Path
+) -> None:
     path = alone(tmp_path / "in", "bad.txt")
     BAD[kind](path)
     kvtool("ingest", path, "--store", tmp_path / "new", "--model", tiny, *form).failed(
@@ -76,7 +77,7 @@ def broken_lines(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [binary_file, broken_lines])
-def test_a_file_that_fails_among_good_ones(make: Any, fresh: Any, tmp_path: Path) -> None:
+def test_ingest_of_a_bad_file_among_good_ones(make: Any, fresh: Any, tmp_path: Path) -> None:
     make(alone(tmp_path / "in", "bad.txt"))
     (tmp_path / "in" / "good.txt").write_text(TEXT)
     done = fresh(tmp_path / "in").fine(3)
@@ -99,7 +100,7 @@ def test_a_file_that_fails_among_good_ones(make: Any, fresh: Any, tmp_path: Path
     ("made", "kind"),
     [("empty", "empty"), ("blank", "empty"), ("loop", "link"), ("dangling", "link"), ("fifo", "special")],
 )
-def test_what_is_skipped_is_not_a_failure(made: str, kind: str, fresh: Any, tmp_path: Path) -> None:
+def test_ingest_counts_skipped_files(made: str, kind: str, fresh: Any, tmp_path: Path) -> None:
     BAD[made](alone(tmp_path / "in", "bad.txt"))
     (tmp_path / "in" / "good.txt").write_text(TEXT)
     (tmp_path / "in" / "photo.jpg").write_bytes(b"\xff\xd8\xff")
@@ -113,7 +114,7 @@ def test_what_is_skipped_is_not_a_failure(made: str, kind: str, fresh: Any, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [Path.touch, binary_file])
-def test_a_document_that_went_bad_keeps_what_it_gave(make: Any, fresh: Any, tmp_path: Path) -> None:
+def test_ingest_keeps_a_document_that_became_unreadable(make: Any, fresh: Any, tmp_path: Path) -> None:
     """A half-written save is no reason to remove the document."""
     folder = write_corpus(tmp_path / "in", documents=2)
     fresh(folder).fine()
@@ -127,7 +128,7 @@ def test_a_document_that_went_bad_keeps_what_it_gave(make: Any, fresh: Any, tmp_
 
 
 @pytest.mark.slow
-def test_an_unreadable_file_and_folder(fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ingest_without_permission(fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulated: permissions mean nothing to root."""
     folder = write_corpus(tmp_path / "in", documents=2)
     (folder / "locked").mkdir()
@@ -151,7 +152,7 @@ def test_an_unreadable_file_and_folder(fresh: Any, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.slow
-def test_invalid_utf8(fresh: Any, tmp_path: Path) -> None:
+def test_ingest_of_invalid_utf8(fresh: Any, tmp_path: Path) -> None:
     """Replaced and said, never refused, never fatal."""
     (tmp_path / "odd.txt").write_bytes(b"The mill \xff\xfe\xfa stands on the river. " * 5)
     done = fresh(tmp_path / "odd.txt").fine()
@@ -160,7 +161,7 @@ def test_invalid_utf8(fresh: Any, tmp_path: Path) -> None:
     kvtool("query", "Where does the mill stand?", "--store", tmp_path / "fresh", "--max-tokens", "2").fine()
 
 
-def test_names_that_hurt(fresh: Any, tmp_path: Path) -> None:
+def test_ingest_of_hostile_file_names(fresh: Any, tmp_path: Path) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
     names = ["-q.txt", "a\nb.txt", "[x].txt", "esc\x1b[31m.txt", "관측소.txt", "sp ace.txt"]
@@ -196,7 +197,7 @@ MODELS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize("name", MODELS)
-def test_models_that_do_not_fit(name: str, store: Path, corpus: Path, tmp_path: Path) -> None:
+def test_ingest_and_query_with_an_unusable_model(name: str, store: Path, corpus: Path, tmp_path: Path) -> None:
     model = tmp_path / name
     MODELS[name](model)
     kvtool("ingest", corpus, "--store", tmp_path / "new", "--model", model, "--offline").failed(12)
@@ -206,22 +207,11 @@ def test_models_that_do_not_fit(name: str, store: Path, corpus: Path, tmp_path: 
         kvtool("query", "mill", "--store", store, "--model", model, "--offline").failed(12)
 
 
-@pytest.mark.slow
-def test_a_size_budget(fresh: Any, tmp_path: Path) -> None:
-    folder, path = write_corpus(tmp_path / "in", documents=60, paragraphs=3), tmp_path / "fresh"
-    fresh(folder, "--max-size", "4MB").failed(14)
-    stored = sum(len(data) for name, data in files_below(path).items() if name.endswith("data.mdb"))
-    assert 0 < len(listing(path)) < 60
-    assert stored < 6_000_000
-    assert damages(path) == []
-    fresh(folder, "--max-size", "1GB").fine()
-
-
 # ---- query ----
 
 
 @pytest.mark.slow
-def test_a_prompt_longer_than_the_context(store: Path) -> None:
+def test_query_longer_than_the_context(store: Path) -> None:
     with untouched(store):
         long = kvtool("query", "mill " * 3000, "--store", store, "--json").failed(2)
         assert "the prompt has" in long.err
@@ -234,13 +224,13 @@ def test_a_prompt_longer_than_the_context(store: Path) -> None:
 
 
 @pytest.mark.parametrize("question", ["", "   ", "\n\t"])
-def test_an_empty_question(question: str, store: Path) -> None:
+def test_query_of_an_empty_question(question: str, store: Path) -> None:
     kvtool("query", question, "--store", store).failed(2)
     kvtool("query", "-", "--store", store, stdin=question.encode()).failed(2)
 
 
 @pytest.mark.slow
-def test_a_question_from_stdin(store: Path) -> None:
+def test_query_from_stdin(store: Path) -> None:
     asked = kvtool("query", QUESTION, "--store", store, *SHORT, "--json").fine().json
     piped = kvtool("query", "-", "--store", store, *SHORT, "--json", stdin=f"{QUESTION}\n".encode()).fine().json
     assert piped["question"] == QUESTION
@@ -249,11 +239,11 @@ def test_a_question_from_stdin(store: Path) -> None:
     assert "2 lines are one question" in both.err
 
 
-def test_stdin_that_is_not_utf8(store: Path) -> None:
+def test_query_from_stdin_that_is_not_utf8(store: Path) -> None:
     kvtool("query", "-", "--store", store, stdin="방앗간".encode("cp949")).failed(2)
 
 
-def test_no_stdin_at_all(store: Path) -> None:
+def test_query_from_a_closed_stdin(store: Path) -> None:
     line = " ".join(f"'{word}'" for word in command("query", "-", "--store", store))
     done = subprocess.run(["bash", "-c", f"{line} <&-"], capture_output=True, text=True, env=environment())
     assert done.returncode == 2
@@ -261,14 +251,14 @@ def test_no_stdin_at_all(store: Path) -> None:
     assert "bug" not in done.stderr
 
 
-def test_a_question_that_is_not_text(store: Path) -> None:
+def test_query_of_lone_surrogates(store: Path) -> None:
     """An argument whose bytes are not UTF-8 arrives with lone surrogates."""
     done = kvtool("query", os.fsdecode(b"mill \xff\xfe"), "--store", store, *SHORT, "--json").fine()
     assert done.json["chunks"]
 
 
 @pytest.mark.slow
-def test_a_pipe_that_closes(store: Path) -> None:
+def test_query_into_a_closed_pipe(store: Path) -> None:
     line = " ".join(f"'{word}'" for word in command("query", QUESTION, "--store", store, "--max-tokens", 50))
     done = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {line} | true"], capture_output=True, text=True, env=environment()
@@ -280,7 +270,7 @@ def test_a_pipe_that_closes(store: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_read_only_store(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_query_and_ingest_of_a_read_only_store(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulated: permissions mean nothing to root."""
     shutil.rmtree(store / "index")
     shutil.rmtree(store / "gate")
@@ -295,7 +285,7 @@ def test_a_read_only_store(store: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.slow
-def test_no_space_for_notes(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_query_without_space_for_notes(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A query on a full disk answers: index, gate's verdict and access notes are conveniences."""
     shutil.rmtree(store / "index")
     shutil.rmtree(store / "gate")
@@ -311,7 +301,7 @@ def _full(*args: object) -> None:
 @pytest.mark.parametrize(
     "line", ["not json", "[]", '{"question": 3}', '{"id": 1}', '{"question": "a", "chunks": "x"}', '{"question": null}']
 )
-def test_a_bad_batch_line(line: str, store: Path, tmp_path: Path) -> None:
+def test_query_of_a_bad_batch_line(line: str, store: Path, tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text('{"question": "mill"}\n' + line + "\n")
     done = kvtool("query", "--batch", tmp_path / "b.jsonl", "--store", store)
     done.failed(2)
@@ -321,7 +311,7 @@ def test_a_bad_batch_line(line: str, store: Path, tmp_path: Path) -> None:
     kvtool("query", "--batch", tmp_path / "b.jsonl", "--store", store).failed(2)
 
 
-def test_out_of_memory(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_query_out_of_memory(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **options: object) -> None:
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
 

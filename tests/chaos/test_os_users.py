@@ -150,7 +150,7 @@ def _others(path: Path, uid: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_nothing_of_a_store_or_a_cache_is_open_to_others(users: tuple[User, User], kept: Path) -> None:
+def test_files_are_closed_to_other_users(users: tuple[User, User], kept: Path) -> None:
     """Only their user can read files, under a umask that would let others read them, too."""
     first, second = users
     assert _others(kept / "store", first.uid) == []
@@ -169,7 +169,7 @@ def test_nothing_of_a_store_or_a_cache_is_open_to_others(users: tuple[User, User
 
 
 @pytest.mark.slow
-def test_a_store_that_others_may_read_is_answered_from_and_not_written(users: tuple[User, User], kept: Path) -> None:
+def test_store_opened_to_others_is_read_and_not_written(users: tuple[User, User], kept: Path) -> None:
     """Its owner has opened it on purpose: the other user reads it, and nothing of it changes."""
     first, second = users
     for path in (kept / "store", *(kept / "store").rglob("*")):
@@ -190,7 +190,7 @@ def test_a_store_that_others_may_read_is_answered_from_and_not_written(users: tu
     assert first.runs("store", "ls", "--store", kept / "store").returncode == 0
 
 
-def test_a_temporary_name_is_not_taken_before_it_is_used(users: tuple[User, User]) -> None:
+def test_links_at_temporary_names_are_not_followed(users: tuple[User, User]) -> None:
     """In a folder where everybody writes, links under foreseeable names lead nowhere."""
     first, second = users
     folder, prize = first.common / "shared", first.home / "prize"
@@ -212,7 +212,7 @@ def test_a_temporary_name_is_not_taken_before_it_is_used(users: tuple[User, User
 
 @pytest.mark.slow
 @pytest.mark.parametrize("planted", ["symlink", "fifo", "folder", "file"])
-def test_what_another_user_has_put_where_a_store_shall_be(users: tuple[User, User], planted: str) -> None:
+def test_planted_store_path_is_refused(users: tuple[User, User], planted: str) -> None:
     """It is refused; nothing hangs, and nothing of the first user is written."""
     first, second = users
     place, prize = first.common / f"planted-{planted}", first.home / "documents"
@@ -232,7 +232,7 @@ def test_what_another_user_has_put_where_a_store_shall_be(users: tuple[User, Use
     assert (prize / "notes.md").read_text() == "mine"
 
 
-def test_a_settings_file_of_another_user_starts_no_program(users: tuple[User, User]) -> None:
+def test_settings_file_of_another_user_starts_no_program(users: tuple[User, User]) -> None:
     """A working folder may be anybody's: it may name a store, and `kvtool config` says so; it runs nothing."""
     first, second = users
     folder = first.common / "work"
@@ -251,7 +251,7 @@ def test_a_settings_file_of_another_user_starts_no_program(users: tuple[User, Us
 # ---- the socket of a server --------------------------------------------------------------------------------------
 
 
-def test_a_socket_of_another_user_is_not_asked(users: tuple[User, User]) -> None:
+def test_socket_of_another_user_is_not_used(users: tuple[User, User]) -> None:
     """A process that listens at the path would receive the questions."""
     first, second = users
     path = first.common / "store.sock"
@@ -271,7 +271,7 @@ def test_a_socket_of_another_user_is_not_asked(users: tuple[User, User]) -> None
         path.unlink(missing_ok=True)
 
 
-def test_nobody_else_reaches_a_servers_socket(users: tuple[User, User]) -> None:
+def test_server_socket_is_closed_to_other_users(users: tuple[User, User]) -> None:
     """Not even while it is being made; another user cannot take it away where the folder is sticky."""
     first, second = users
     path = first.common / "own.sock"

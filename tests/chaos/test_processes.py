@@ -42,7 +42,7 @@ def held(path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.slow
-def test_a_reader_survives_growth_by_another_process(tmp_path: Path) -> None:
+def test_reader_follows_growth_by_another_process(tmp_path: Path) -> None:
     path = make_store(tmp_path / "store", files=1, dim=256)
     reader = start(path, "watch", "f20", KVTOOL_MAP_LIMIT=str(2**17))
     writer = run(path, "add", 1, 20, 2, 256)
@@ -50,7 +50,7 @@ def test_a_reader_survives_growth_by_another_process(tmp_path: Path) -> None:
     assert end(reader) == (0, "", "")
 
 
-def test_reading_does_not_wait_for_a_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reader_does_not_wait_for_a_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_store(tmp_path / "store")
     with Store.open(path) as store, store.writer() as pen:
         environment = store.environment
@@ -64,7 +64,7 @@ def test_reading_does_not_wait_for_a_writer(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.slow
-def test_the_second_writer_is_told_who_holds_the_store(tmp_path: Path) -> None:
+def test_second_writer_names_the_holder_of_the_lock(tmp_path: Path) -> None:
     path = make_store(tmp_path / "store")
     with held(path) as holder:
         second = run(path, "lock", 0)
@@ -78,7 +78,7 @@ def test_the_second_writer_is_told_who_holds_the_store(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_waiting_for_the_lock(tmp_path: Path) -> None:
+def test_writer_waits_for_the_lock(tmp_path: Path) -> None:
     path = make_store(tmp_path / "store")
     holder = start(path, "hold", 0.7)
     second = run(path, "lock", 20)
@@ -94,7 +94,7 @@ def test_two_writers_in_one_process(tmp_path: Path) -> None:
         check_file(two, "f0")
 
 
-def test_two_processes_make_the_same_store(tmp_path: Path) -> None:
+def test_concurrent_creation_of_a_store(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "store"
     children = [
         subprocess.Popen(command(path, "add", first, 2), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -107,7 +107,7 @@ def test_two_processes_make_the_same_store(tmp_path: Path) -> None:
         assert store.sources() == ["f0", "f1", "f10", "f11", "f20", "f21"]
 
 
-def test_killed_writers_lose_nothing_that_was_committed(tmp_path: Path) -> None:
+def test_killed_writers_lose_no_committed_file(tmp_path: Path) -> None:
     """Twenty kills at random moments, creation included; then the run that completes. Seeded, yet never the same."""
     path, moments = tmp_path / "store", random.Random(7)
     committed: set[str] = set()
@@ -145,7 +145,7 @@ def names(path: Path) -> set[str]:
 
 
 @pytest.mark.slow
-def test_two_ingests_at_once(tiny: Path, tmp_path: Path) -> None:
+def test_concurrent_ingests_and_a_query(tiny: Path, tmp_path: Path) -> None:
     """The second reports the process that holds the store, or waits; queries do neither."""
     one, path = write_corpus(tmp_path / "one", documents=120, paragraphs=3), tmp_path / "store"
     (tmp_path / "two.txt").write_text("The last mill was built by nobody.")
@@ -174,7 +174,7 @@ def open_files(pid: int) -> list[str]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
-def test_ctrl_c_while_waiting_for_the_lock(store: Path, tmp_path: Path) -> None:
+def test_sigint_of_an_ingest_that_waits_for_the_lock(store: Path, tmp_path: Path) -> None:
     (tmp_path / "new.txt").write_text("A new mill.")
     with Store.open(store) as held, held.writer():
         child = start_kvtool("ingest", tmp_path / "new.txt", "--store", store, "--lock-wait", "60")
@@ -235,7 +235,7 @@ def watch(tiny: Path, tmp_path: Path) -> Iterator[Process]:
 
 
 @pytest.mark.slow
-def test_what_changes_is_said_and_a_signal_ends_it(watch: Process, tmp_path: Path) -> None:
+def test_watch_follows_changes_until_sigterm(watch: Process, tmp_path: Path) -> None:
     docs, store = tmp_path / "docs", tmp_path / "store"
     (docs / "한국어.md").write_text("물레방아는 밀을 빻는다.")
     watch.wait_for(f"added {docs / '한국어.md'}: 1 chunk")
@@ -248,11 +248,11 @@ def test_what_changes_is_said_and_a_signal_ends_it(watch: Process, tmp_path: Pat
     assert damages(store) == []
 
 
-def test_one_json_object_cannot_be_made_of_it(tmp_path: Path) -> None:
+def test_watch_refuses_json(tmp_path: Path) -> None:
     kvtool("watch", tmp_path, "--store", tmp_path / "store", "--json").failed(2, "--jsonl")
 
 
-def test_ctrl_c_is_its_end_and_no_error(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_ends_on_sigint(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.md").write_text("The first mill grinds flour.")
 
     def interrupted(watcher: Watcher) -> None:

@@ -33,7 +33,7 @@ def files_in(path: Path) -> int:
 
 
 @pytest.mark.slow
-def test_tiny_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writer_at_the_map_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_store(tmp_path / "store", files=1, dim=256)
     full = run(path, "add", 1, 100, 2, 256, KVTOOL_MAP_LIMIT=str(2**20))
     assert full.returncode == 14
@@ -44,7 +44,7 @@ def test_tiny_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert files_in(path) == 21
 
 
-def test_the_process_that_met_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writer_continues_after_a_file_size_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_store(tmp_path / "store", files=1, dim=256)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with Store.open(path) as store, store.writer() as pen:
@@ -60,7 +60,7 @@ def test_the_process_that_met_it_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
         assert store.file("big") is None
 
 
-def test_the_reserve_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writer_leaves_the_disk_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_store(tmp_path / "store", files=2)
     monkeypatch.setenv("KVTOOL_DISK_RESERVE", str(2**60))
     with Store.open(path) as store, store.writer() as pen:
@@ -72,7 +72,7 @@ def test_the_reserve_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         check_file(store, "f0")
 
 
-def test_free_pages_inside_the_file_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_pages_are_reused_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_store(tmp_path / "store", files=20, dim=256)
     with Store.open(path) as store, store.writer() as pen:
         for number in range(20):
@@ -84,7 +84,7 @@ def test_free_pages_inside_the_file_count(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(("removed", "free", "shrinks"), [(4, None, False), (19, 4096, False), (19, None, True)])
-def test_a_compaction_that_gives_back_more_than_it_takes_spends_the_reserve(
+def test_compaction_spends_the_reserve_if_it_frees_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removed: int, free: int | None, shrinks: bool
 ) -> None:
     path = make_store(tmp_path / "store", files=20, dim=256)
@@ -105,7 +105,7 @@ def test_a_compaction_that_gives_back_more_than_it_takes_spends_the_reserve(
         check_file(store, "f0", dim=256)
 
 
-def test_the_tail_of_a_commit_that_met_a_full_disk_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tail_of_a_failed_commit_is_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_store(tmp_path / "store", files=1, dim=256)
     with Store.open(path) as store, store.writer() as pen:
         data, before = store.environment.generation / "data.mdb", store.stats()
@@ -127,7 +127,7 @@ def test_the_tail_of_a_commit_that_met_a_full_disk_counts(tmp_path: Path, monkey
     assert files_in(path) == 2
 
 
-def test_what_makes_room_spends_the_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_that_free_space_spend_the_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_store(tmp_path / "store", files=1)
     monkeypatch.setenv("KVTOOL_DISK_RESERVE", str(2**60))
     with Store.open(path) as store, store.writer() as pen:
@@ -139,7 +139,7 @@ def test_what_makes_room_spends_the_reserve(tmp_path: Path, monkeypatch: pytest.
         check_file(store, "f1")
 
 
-def test_readers_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reader_without_space_for_its_lock_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """lock.mdb lost and no space for a new one: LMDB would die of SIGBUS; we read without it."""
     path = make_store(tmp_path / "store")
     (path / "data/gen-1/lock.mdb").unlink()
@@ -150,7 +150,7 @@ def test_readers_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         check_file(store, "f0")
 
 
-def test_small_files_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_keeps_the_old_small_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "file"
     layout.atomic_write(target, b"old")
 
@@ -161,7 +161,7 @@ def test_small_files_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert os.listdir(tmp_path) == ["file"] or sorted(os.listdir(tmp_path)) == ["file", "home"]
 
 
-def test_small_address_space(tmp_path: Path) -> None:
+def test_reader_in_a_small_address_space(tmp_path: Path) -> None:
     """ulimit -v: a smaller map, not a failure."""
     path = make_store(tmp_path / "store")
     script = "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (3 * 10**8,) * 2); sys.argv.pop(0)\n"

@@ -33,7 +33,7 @@ from tests.cli.working import Done
 from tests.cli.working import kvtool as command
 from tests.fusion.making import MOE, distance
 from tests.fuzzing.checks import require
-from tests.fuzzing.lives import StoreLife
+from tests.fuzzing.lives import COUNT, StoreLife
 from tests.fuzzing.runs import Step, main
 from tests.serve.asking import ask as answer_of
 
@@ -42,7 +42,6 @@ STEPS = (
     *(("prune", 3), ("compact", 3), ("budget", 1), ("forget", 3), ("holes", 3), ("replaced", 2), ("new_talk", 2)),
     *(("pack", 1), ("old_pack", 2), ("reorder", 2)),
 )
-_COUNT = 6  # tokens of an answer
 _SAME = 1e-4  # of logits that deviate by 3: held and recomputed turns were computed in other batches
 _TALKS = 2  # conversations at the same time
 _TURNS = 5  # of a conversation; then another begins
@@ -176,7 +175,7 @@ class EngineLife(StoreLife):
     def _options(self, dice: random.Random) -> dict[str, Any]:
         modes = ("prefix", "full") if self.states else ("full", "prefix", "reuse", "epic", "blend")
         mode = dice.choice(modes if self.states else (*modes, "infoflow", "union", "union"))
-        asked: dict[str, Any] = {"fusion": mode, "top_k": dice.randint(1, 3), "max_tokens": _COUNT}
+        asked: dict[str, Any] = {"fusion": mode, "top_k": dice.randint(1, 3), "max_tokens": COUNT}
         asked["order"] = dice.choice(("relevance", "best-last", "document"))
         asked["max_loss"] = dice.choice((0.0, 0.01, 10.0))
         if dice.random() < 0.3:
