@@ -46,7 +46,7 @@ def test_values_by_name(url: str) -> None:
         assert again.get(["a/c/d-1"]) == [BIG]
 
 
-def test_a_path_for_a_url_is_answered_with_the_url_that_it_has(tmp_path: Path) -> None:
+def test_path_in_place_of_a_url_names_its_url(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as found:
         open_blobs(str(tmp_path / "한글 %"))
     (url,) = [word.rstrip(";") for word in found.value.hint.split() if word.startswith("file:")]
@@ -58,7 +58,7 @@ def test_a_path_for_a_url_is_answered_with_the_url_that_it_has(tmp_path: Path) -
     assert "secret" not in found.value.message + found.value.hint
 
 
-def test_only_who_knows_the_head_may_swap_it(url: str) -> None:
+def test_compare_and_swap_refuses_a_stale_head(url: str) -> None:
     with closing(open_blobs(url)) as one, closing(open_blobs(url)) as other:
         assert one.compare_and_swap("head", None, b"1")
         assert not other.compare_and_swap("head", None, b"2")
@@ -67,7 +67,7 @@ def test_only_who_knows_the_head_may_swap_it(url: str) -> None:
         assert one.get(["head"]) == [b"2"]
 
 
-def test_a_stream_in_the_order_asked_for(url: str) -> None:
+def test_prefetched_values_come_in_order(url: str) -> None:
     with closing(open_blobs(url)) as blobs:
         blobs.put({f"v/{number}": bytes([number]) * 1000 for number in range(50)})
         arrivals = Prefetcher(blobs)
@@ -93,7 +93,7 @@ def test_parts_of_a_pack(url: str) -> None:
     assert found[len(ranges) :] == [None, b"789", None, b"0123456789"]
 
 
-def test_a_prefix_keeps_stores_apart(redis_url: str) -> None:
+def test_redis_prefix_separates_stores(redis_url: str) -> None:
     with closing(open_blobs(redis_url)) as one, closing(open_blobs(f"{redis_url}?prefix=a[b]*")) as other:
         one.put({"x": b"1"})
         other.put({"x": b"2", "y": b"3"})
@@ -106,7 +106,6 @@ def test_a_prefix_keeps_stores_apart(redis_url: str) -> None:
 @pytest.mark.parametrize(
     "url",
     [
-        "url",
         "ftp://host/x",
         "s3://",
         "s3://bucket/a//b",
@@ -142,7 +141,7 @@ def test_folders_of_any_name(name: str, tmp_path: Path) -> None:
             assert again.get(["x"]) == [b"1"]
 
 
-def test_who_waits_may_give_up(behind: Link) -> None:
+def test_prefetch_times_out_and_continues(behind: Link) -> None:
     with closing(open_blobs(behind.url)) as blobs:
         blobs.put({"x": BIG})
         behind.rate = 0
@@ -161,7 +160,7 @@ def test_who_waits_may_give_up(behind: Link) -> None:
         arrivals.close()
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_push_to_an_unwritable_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with closing(open_blobs(f"file://{tmp_path}/file/shared")) as blobs:
         assert blobs.get(["x"]) == [None]
@@ -194,7 +193,7 @@ def in_the_way(path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "link", "socket", "folder", "huge"])
-def test_what_is_no_value_is_never_read(tmp_path: Path, kind: str) -> None:
+def test_special_files_are_never_read(tmp_path: Path, kind: str) -> None:
     with closing(open_blobs(f"file://{tmp_path}")) as blobs:
         for name in ("head", "kv/a/b/0", "meta/c"):
             in_the_way(tmp_path / name, kind)
@@ -202,7 +201,7 @@ def test_what_is_no_value_is_never_read(tmp_path: Path, kind: str) -> None:
             assert fetch(blobs, whole(name)) == [b""]
 
 
-def test_a_value_larger_than_was_stated_is_not_taken(url: str) -> None:
+def test_value_larger_than_stated_is_refused(url: str) -> None:
     with closing(open_blobs(url)) as blobs:
         blobs.put({"v/0": BIG, "v/1": b"1", "head": bytes(5000)})
         assert fetch(blobs, whole("v/0", "v/1", "v/2", most=len(BIG) - 1)) == [b"", b"1", None]
@@ -210,7 +209,7 @@ def test_a_value_larger_than_was_stated_is_not_taken(url: str) -> None:
         assert blobs.get(["head"]) == [b""]
 
 
-def test_a_fast_tier_waits_for_who_takes(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetch_is_bounded(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtool.core.remote.prefetch._MOST_UNTAKEN", 2 * len(BIG))
     with closing(open_blobs(url)) as blobs:
         blobs.put({f"v/{number}": BIG for number in range(10)})

@@ -65,13 +65,13 @@ def test_without_the_package(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "kvtool[objects]" in caught.value.hint
 
 
-def test_an_account_that_nobody_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_azure_without_an_account(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
     with pytest.raises(RemoteError):
         open_blobs("az://container")
 
 
-def test_the_service_itself_refuses_a_swap_that_comes_second(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s3_refuses_the_second_swap(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(open_blobs(s3_url)) as one, closing(open_blobs(s3_url)) as other:
         for before, after in ((None, b"1"), (b"1", b"2")):
             stale = other._value("head")  # type: ignore[attr-defined]

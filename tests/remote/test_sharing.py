@@ -80,7 +80,7 @@ def pushed_by(store: Store, url: str, **options: bool) -> Callable[[], None]:
 # ---- what is whose ----------------------------------------------------------------------------------------------
 
 
-def test_a_push_into_a_place_with_other_things_is_refused(store: Store, blobs: Blobs) -> None:
+def test_push_into_a_folder_with_other_files_is_refused(store: Store, blobs: Blobs) -> None:
     values = put_foreign(blobs)
     for options in ({}, {"delete": True, "yes": True}, {"verify": True}):
         with pytest.raises(StoreFormatError):
@@ -89,14 +89,14 @@ def test_a_push_into_a_place_with_other_things_is_refused(store: Store, blobs: B
     assert blobs.get(list(values)) == list(values.values())
 
 
-def test_somebody_elses_head_is_not_replaced(store: Store, blobs: Blobs) -> None:
+def test_push_keeps_a_foreign_head(store: Store, blobs: Blobs) -> None:
     blobs.put({HEAD: b"ref: refs/heads/main"})
     with pytest.raises(StoreFormatError):
         push(store, blobs, PushOptions(verify=True))
     assert blobs.get([HEAD]) == [b"ref: refs/heads/main"]
 
 
-def test_deleting_spares_what_is_not_ours(store: Store, blobs: Blobs) -> None:
+def test_push_delete_keeps_foreign_values(store: Store, blobs: Blobs) -> None:
     push(store, blobs)
     values = put_foreign(blobs)
     forget(store, "f2")
@@ -108,7 +108,7 @@ def test_deleting_spares_what_is_not_ours(store: Store, blobs: Blobs) -> None:
 
 
 @pytest.mark.parametrize("name", ["inner", "deep/er/kv"])
-def test_a_tier_inside_another_is_left_alone(name: str, store: Store, blobs: Blobs, url: str, tmp_path: Path) -> None:
+def test_push_delete_keeps_a_nested_store(name: str, store: Store, blobs: Blobs, url: str, tmp_path: Path) -> None:
     push(store, blobs)
     inner = f"{url}/{name}"
     pushed_by(store, inner)()
@@ -120,7 +120,7 @@ def test_a_tier_inside_another_is_left_alone(name: str, store: Store, blobs: Blo
     assert is_whole(blobs)
 
 
-def test_no_tier_is_made_around_another_nor_inside_its_values(store: Store, url: str) -> None:
+def test_push_around_or_inside_another_store_is_refused(store: Store, url: str) -> None:
     inner = f"{url}/inner"
     pushed_by(store, inner)()
     for place in (url, f"{url}/inner/pack", f"{url}/inner/shard"):
@@ -128,7 +128,7 @@ def test_no_tier_is_made_around_another_nor_inside_its_values(store: Store, url:
             pushed_by(store, place)()
 
 
-def test_what_looks_like_ours_below_another_head_is_not_ours(store: Store, blobs: Blobs) -> None:
+def test_push_delete_keeps_values_below_another_head(store: Store, blobs: Blobs) -> None:
     push(store, blobs)
     forget(store, "f2")
     inner = f"kv/{id_of('f2.0').hex()}"
@@ -138,7 +138,7 @@ def test_what_looks_like_ours_below_another_head_is_not_ours(store: Store, blobs
     assert set(blobs.names(inner)) == spared
 
 
-def test_only_a_part_of_a_folder_is_walked(store: Store, tmp_path: Path) -> None:
+def test_push_delete_follows_no_link(store: Store, tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.mkdir()
     root = tmp_path / "shared"
@@ -156,7 +156,7 @@ def test_only_a_part_of_a_folder_is_walked(store: Store, tmp_path: Path) -> None
         assert files_below(precious) == before
 
 
-def test_every_name_of_a_push_is_of_a_known_shape(store: Store, blobs: Blobs) -> None:
+def test_names_of_pushed_values(store: Store, blobs: Blobs) -> None:
     with store.writer() as writer:
         writer.put_profile(bytes.fromhex(digest_of(b"a profile")), b"a profile", {"profile": digest_of(b"a profile")})
     push(store, blobs)
@@ -170,7 +170,7 @@ def test_every_name_of_a_push_is_of_a_known_shape(store: Store, blobs: Blobs) ->
 # ---- asked first ------------------------------------------------------------------------------------------------
 
 
-def test_a_rehearsal_counts_and_changes_nothing(store: Store, blobs: Blobs) -> None:
+def test_push_dry_run_counts_and_changes_nothing(store: Store, blobs: Blobs) -> None:
     expected = push(store, blobs, PushOptions(dry_run=True))
     assert set(blobs.names()) == set()
     done = push(store, blobs)
@@ -187,7 +187,7 @@ def test_a_rehearsal_counts_and_changes_nothing(store: Store, blobs: Blobs) -> N
     assert expected.dry_run
 
 
-def test_more_than_half_goes_only_if_somebody_says_so(store: Store, blobs: Blobs) -> None:
+def test_push_delete_of_most_documents_needs_yes(store: Store, blobs: Blobs) -> None:
     push(store, blobs)
     forget(store, "f1", "f2")
     before = set(blobs.names())
@@ -199,7 +199,7 @@ def test_more_than_half_goes_only_if_somebody_says_so(store: Store, blobs: Blobs
     assert push(store, blobs, PushOptions(delete=True, yes=True)).removed == 12
 
 
-def test_what_the_command_says(store: Store, blobs: Blobs, url: str) -> None:
+def test_push_delete_command(store: Store, blobs: Blobs, url: str) -> None:
     def run(*more: str) -> Done:
         return kvtool("store", "push", url, "--store", store.path, *more)
 
@@ -220,7 +220,7 @@ def test_what_the_command_says(store: Store, blobs: Blobs, url: str) -> None:
 
 
 @pytest.mark.parametrize("harm", ["gone", "empty", "cut off"])
-def test_a_plain_push_repairs_what_is_gone(harm: str, store: Store, blobs: Blobs) -> None:
+def test_push_replaces_missing_and_cut_values(harm: str, store: Store, blobs: Blobs) -> None:
     """Resume a push after a power loss, too: a value that has a name is not trusted to be whole."""
     push(store, blobs)
     before = {name: blobs.get([name])[0] for name in read_catalogue(blobs).blobs()}
@@ -234,7 +234,9 @@ def test_a_plain_push_repairs_what_is_gone(harm: str, store: Store, blobs: Blobs
 
 
 @pytest.mark.usefixtures("no_packs")
-def test_lost_half_of_a_level(store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_push_replaces_a_partly_lost_level(
+    store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     push(store, blobs)
     with monkeypatch.context() as patch:
         patch.setattr(stores, "payload_of", lambda *args, real=payload_of: [part[::-1] for part in real(*args)])
@@ -254,7 +256,7 @@ def test_lost_half_of_a_level(store: Store, blobs: Blobs, tmp_path: Path, monkey
 # ---- what is left over ------------------------------------------------------------------------------------------
 
 
-def test_pushing_again_and_again_does_not_grow_a_tier(store: Store, blobs: Blobs, tmp_path: Path) -> None:
+def test_repeated_pushes_do_not_grow_the_store(store: Store, blobs: Blobs, tmp_path: Path) -> None:
     counts = []
     for number in range(7):
         add(store, "f1", f"version {number}")
@@ -267,7 +269,7 @@ def test_pushing_again_and_again_does_not_grow_a_tier(store: Store, blobs: Blobs
     assert pull(tmp_path / "pulled", blobs).damaged == []
 
 
-def test_while_others_push_a_head_does_not_grow(store: Store, blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_head_stays_bounded_during_other_pushes(store: Store, blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gc, "_MOST_BEFORE", 3)
     blobs.hold("push-other")
     for number in range(6):
@@ -281,7 +283,9 @@ def test_while_others_push_a_head_does_not_grow(store: Store, blobs: Blobs, monk
 @pytest.mark.some(3)
 @pytest.mark.parametrize("table", [tables.DOCUMENTS, tables.CHUNKS])
 @pytest.mark.parametrize("harm", ["damaged", "lost"])
-def test_damage_here_deletes_nothing_there(table: bytes, harm: str, store: Store, blobs: Blobs, tmp_path: Path) -> None:
+def test_push_of_a_damaged_store_deletes_nothing(
+    table: bytes, harm: str, store: Store, blobs: Blobs, tmp_path: Path
+) -> None:
     push(store, blobs)
     before = set(blobs.names())
     row = (table, tables.name_key("f1") if table == tables.DOCUMENTS else id_of("f1.0"))
@@ -302,7 +306,7 @@ def test_damage_here_deletes_nothing_there(table: bytes, harm: str, store: Store
     assert push(store, blobs, PushOptions(delete=True)).damaged == []
 
 
-def test_chunk_dropped_in_a_push(store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prune_during_a_push(store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drop it as a prune does: else every pull would miss it, and the next pushes would take it for there."""
     surveyed = values.Survey.catalogue
 
@@ -333,7 +337,9 @@ def in_folder(folder: Path) -> Iterator[Blobs]:
 
 
 @pytest.mark.parametrize("part", [catalogue, catalogue_io], ids=["head", "root"])
-def test_another_format(part: ModuleType, store: Store, in_folder: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_push_and_pull_of_another_format(
+    part: ModuleType, store: Store, in_folder: Blobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(part, "FORMAT", 2)
         push(store, in_folder)
@@ -342,7 +348,9 @@ def test_another_format(part: ModuleType, store: Store, in_folder: Blobs, monkey
     kvtool("inspect", "--store", in_folder.url).failed(12)
 
 
-def test_link_at_temporary(in_folder: Blobs, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_link_at_a_temporary_name_is_not_followed(
+    in_folder: Blobs, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     precious = tmp_path / "precious"
     precious.write_text("mine")
     (folder / "a").mkdir(parents=True)
@@ -357,7 +365,9 @@ def test_link_at_temporary(in_folder: Blobs, folder: Path, tmp_path: Path, monke
     assert in_folder.get(["a/b"]) == [b"value"]
 
 
-def test_a_full_disk_leaves_no_temporary_file(in_folder: Blobs, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_push_to_a_full_disk_leaves_no_temporary_file(
+    in_folder: Blobs, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(handle: int) -> None:
         raise OSError(28, "No space left on device")
 
@@ -367,7 +377,7 @@ def test_a_full_disk_leaves_no_temporary_file(in_folder: Blobs, folder: Path, mo
     assert files_below(folder) == {}
 
 
-def test_files_of_killed_pushes_are_reclaimed_when_they_are_old(store: Store, in_folder: Blobs, folder: Path) -> None:
+def test_old_files_of_killed_pushes_are_removed(store: Store, in_folder: Blobs, folder: Path) -> None:
     push(store, in_folder)
     left = [folder / "meta/.tmp-12-0123456789abcdef", folder / "pack/.tmp-1-abc", folder / "catalogue/.tmp-1-00ff"]
     for path in left:

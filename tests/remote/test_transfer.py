@@ -49,7 +49,7 @@ def sent(store: Store, blobs: Blobs, **options: bool) -> tuple[int, int]:
     return report.files.transferred, report.chunks.transferred
 
 
-def test_there_and_back(store: Store, blobs: Blobs, tmp_path: Path) -> None:
+def test_push_and_pull_round_trip(store: Store, blobs: Blobs, tmp_path: Path) -> None:
     assert sent(store, blobs) == (2, 4)
     report = pull(tmp_path / "other", blobs, PullOptions(mine=True))
     assert (report.files.transferred, report.chunks.transferred, report.damaged) == (2, 4, [])
@@ -64,7 +64,7 @@ def test_there_and_back(store: Store, blobs: Blobs, tmp_path: Path) -> None:
         assert sent(other, blobs) == (0, 0)  # the same catalogue from either side
 
 
-def test_only_what_is_missing(store: Store, blobs: Blobs, tmp_path: Path) -> None:
+def test_push_and_pull_transfer_only_missing_values(store: Store, blobs: Blobs, tmp_path: Path) -> None:
     sent(store, blobs)
     before = set(blobs.names())
     assert sent(store, blobs) == (0, 0)
@@ -77,7 +77,7 @@ def test_only_what_is_missing(store: Store, blobs: Blobs, tmp_path: Path) -> Non
     assert (report.files.transferred, report.chunks.transferred, report.chunks.unchanged) == (1, 1, 4)
 
 
-def test_what_is_gone_stays_until_it_is_to_be_deleted(store: Store, blobs: Blobs, tmp_path: Path) -> None:
+def test_removed_documents_stay_without_delete(store: Store, blobs: Blobs, tmp_path: Path) -> None:
     sent(store, blobs)
     pull(tmp_path / "other", blobs)
     with store.writer() as writer:
@@ -94,7 +94,7 @@ def test_what_is_gone_stays_until_it_is_to_be_deleted(store: Store, blobs: Blobs
     assert bytes_of(tmp_path / "other") == bytes_of(store.path)
 
 
-def test_a_pull_forgets_most_of_a_store_only_if_somebody_says_so(store: Store, blobs: Blobs, tmp_path: Path) -> None:
+def test_pull_delete_of_most_documents_needs_yes(store: Store, blobs: Blobs, tmp_path: Path) -> None:
     """Pull from a new shared store, or another: no reason to forget what was never pushed and is nowhere else."""
     sent(store, blobs)
     with Store.open(new_store(tmp_path / "mine", files=4)) as mine, mine.writer() as writer:
@@ -188,7 +188,9 @@ def test_another_models_store_is_refused(store: Store, blobs: Blobs, tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["head", "catalogue", "shard"])
-def test_bad_catalogue(name: str, store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_push_verify_repairs_a_damaged_catalogue(
+    name: str, store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sent(store, blobs)
     (found,) = [one for one in blobs.names() if one.startswith(name)]
     (whole,) = blobs.get([found])
