@@ -290,7 +290,7 @@ def test_query_without_space_for_notes(store: Path, monkeypatch: pytest.MonkeyPa
     shutil.rmtree(store / "index")
     shutil.rmtree(store / "gate")
     monkeypatch.setenv("KVTOOL_DISK_RESERVE", str(2**60))
-    monkeypatch.setattr("kvtool.core.cache.layout._write_new", _full)
+    monkeypatch.setattr(os, "fsync", _full)
     kvtool("query", QUESTION, "--store", store, *SHORT).fine()
 
 
