@@ -16,6 +16,18 @@ import pytest
 
 from kvtool.core.common.machine import cores
 from tests import tiers
+from tests.stores import (  # noqa: F401
+    built,
+    corpus,
+    fitted,
+    fitted_store,
+    fresh,
+    plain,
+    plain_store,
+    says,
+    store,
+    tiny,
+)
 
 if TYPE_CHECKING:
     from tests.pretended.streams import Log

@@ -18,8 +18,8 @@ from kvtool.core.cache import environment, reader, transaction
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.tables import CHUNKS
 from kvtool.core.errors import NoSpaceError
-from tests.cache.making import add_file, check_file, make_store
-from tests.faults.running import run
+from tests.chaos.processes import run
+from tests.stores import add_file, check_file, make_store
 
 
 def in_thread(work: Callable[[], object]) -> threading.Thread:

@@ -27,7 +27,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.cache.tree import DataFile
 from kvtool.core.cache.writer import Writer
 from kvtool.core.errors import KvtoolError, NoSpaceError, UsageError
-from tests.cache.making import (
+from tests.stores import (
     LAYERS,
     LEAD_IN,
     TOKENS,

@@ -12,7 +12,7 @@ import pytest
 from kvtool.core.cache.pages import meta_of
 from kvtool.core.cache.tree import DataFile, Tree, damaged_pages
 from kvtool.core.errors import DamagedError
-from tests.faults.harness.live import live_regions
+from tests.chaos.injury import live_regions
 
 PAGE = 4096
 

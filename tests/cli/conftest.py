@@ -5,10 +5,6 @@ from typing import Any
 import pytest
 
 from kvtool.cli.out import Out
-from tests.cli.working import built, corpus, fresh, says, store, tiny
-from tests.compress.making import fitted, fitted_store, plain, plain_store
-
-__all__ = ["built", "corpus", "fitted", "fitted_store", "fresh", "plain", "plain_store", "says", "store", "tiny"]
 
 
 @pytest.fixture(params=[(), ("--json",)], ids=["human", "json"])

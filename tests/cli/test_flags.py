@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.cache.making import make_store
 from tests.cli.working import QUESTION, SHORT, kvtool, listing, write_corpus
+from tests.stores import make_store
 
 _SPACE = 4  # tokens: a chunk's length is limited without the white space around it
 

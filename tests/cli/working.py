@@ -12,7 +12,6 @@ import json
 import os
 import pty
 import re
-import shutil
 import struct
 import subprocess
 import sys
@@ -26,7 +25,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from kvtool.cli.app import main
@@ -34,11 +32,7 @@ from kvtool.core.cache.integrity import find_damage
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import RAW
 from kvtool.core.corpus.options import Shard
-from kvtool.core.model import generate
-from kvtool.core.model.generate import Sampling
-from kvtool.core.model.tokens import encode
 from kvtool.core.records.encode import sealed
-from tests.families import save_tiny, tiny_tokenizer
 
 LAYERS = 4  # of the tiny model
 QUESTION = "Who built the third mill?"
@@ -310,56 +304,3 @@ def write_batch(path: Path, *rows: dict[str, Any]) -> Path:
 
 def paragraph(which: str, number: int, n: int) -> str:
     return f"The {which} mill was built in {1700 + 31 * number + 7 * n} by baker {'ABCDEFGHIJ'[n]}. It grinds flour."
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return save_tiny("llama", tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="session")
-def built(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("built")
-    write_corpus(folder / "corpus")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KVTOOL_HOME", str(folder / "home"))
-        kvtool("ingest", folder / "corpus", "--store", folder / "store", "--model", tiny, *CHUNKS).fine()
-        kvtool("query", QUESTION, "--store", folder / "store", *SHORT).fine()
-    return folder
-
-
-@pytest.fixture
-def corpus(built: Path) -> Path:
-    return built / "corpus"
-
-
-@pytest.fixture
-def store(built: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(built / "store", tmp_path / "store"))
-
-
-@pytest.fixture
-def fresh(tiny: Path, tmp_path: Path) -> Any:
-    """`fresh(folder)`: ingest into `tmp_path/fresh` with the short lead-in; more arguments as given."""
-
-    def ingest(*paths: object, store: Path = tmp_path / "fresh") -> Done:
-        return kvtool("ingest", *paths, "--store", store, "--model", tiny, *CHUNKS, *PREFIX, "--json")
-
-    return ingest
-
-
-@pytest.fixture
-def says(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Let every answer be this text: a tiny random model says nothing that could be a sentence."""
-
-    def say(text: str) -> None:
-        ids, said = [*encode(tiny_tokenizer(), text), _END], dict[torch.Generator, int]()
-
-        def next_token(logits: torch.Tensor, sampling: Sampling) -> int:
-            said[sampling.draw] = said.get(sampling.draw, -1) + 1
-            return ids[said[sampling.draw]]
-
-        monkeypatch.setattr(generate, "next_token", next_token)
-
-    return say

@@ -19,9 +19,9 @@ import uvicorn
 
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import QueryOptions
-from tests.serve.conftest import KEY, Served, built, ready, serving, tiny, wait_until
+from tests.serve.conftest import KEY, Served, ready, serving, wait_until
 
-__all__ = ["built", "ready", "tiny"]
+__all__ = ["ready"]
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 PYTHON = os.environ.get("KVTOOL_TEST_CLIENTS", "")
 PATIENCE = 400

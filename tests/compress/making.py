@@ -172,25 +172,3 @@ def fixed_losses(monkeypatch: pytest.MonkeyPatch, losses: dict[str, float] = LOS
 
     monkeypatch.setattr(job, "measure", measure)
     return asked
-
-
-@pytest.fixture(scope="session")
-def plain_store(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Leave it as it is."""
-    return make_plain(tiny, tmp_path_factory.mktemp("plain"))
-
-
-@pytest.fixture(scope="session")
-def fitted_store(plain_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Leave it as it is."""
-    return make_fitted(plain_store, tmp_path_factory.mktemp("fitted"))
-
-
-@pytest.fixture
-def plain(plain_store: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(plain_store, tmp_path / "plain"))
-
-
-@pytest.fixture
-def fitted(fitted_store: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(fitted_store, tmp_path / "fitted"))

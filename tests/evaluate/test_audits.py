@@ -16,8 +16,8 @@ from kvtool.core.errors import DamagedError
 from kvtool.core.evaluate import audits
 from kvtool.core.evaluate.audits import Audit, is_drawn, keep_audit, kept_audits, shortened
 from kvtool.reports.paired_run import parse_run
-from tests.cache.making import make_store
-from tests.faults.running import start
+from tests.chaos.processes import start
+from tests.stores import make_store
 
 MODEL = "f" * 64
 

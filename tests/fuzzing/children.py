@@ -9,8 +9,8 @@ from dataclasses import asdict
 from types import FrameType
 from typing import Any
 
+from tests.chaos.children import in_child
 from tests.cli.working import Done, kvtool
-from tests.faults.harness.children import in_child
 
 KILLED = -signal.SIGKILL
 _SECONDS = 120.0  # longer than any command on a busy machine

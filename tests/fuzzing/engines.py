@@ -2,9 +2,9 @@
 
     python -m tests.fuzzing.engines --seconds 3600 --seed 1 [--family NAME] [--steps 25-60]
 
-After each change that another session or process makes, the same question with the same options is asked of a session
-that has been open all along, of an engine with the conversations that it keeps, and of a session and an engine that are
-opened just now, over a copy of the store as it was then. Token ids, rows, sources, logits and answers have to be equal.
+The store lives as in `lives.py`. After each step the same question with the same options is asked of a session that has
+been open all along, of an engine with the conversations that it keeps, and of a session and an engine that are opened
+just now, over a copy of the store. Token ids, rows, sources, logits and answers have to be equal.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import random
 import shutil
 import sys
-from collections import Counter
 from contextlib import closing
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -32,20 +31,17 @@ from kvtool.serve.job import Answer, Ask, Job, Turns
 from kvtool.serve.options import ServeOptions
 from tests.cli.working import Done
 from tests.cli.working import kvtool as command
-from tests.families import HYBRIDS
 from tests.fusion.making import MOE, distance
 from tests.fuzzing.checks import require
-from tests.fuzzing.corpus import Corpus
+from tests.fuzzing.lives import COUNT, StoreLife
 from tests.fuzzing.runs import Step, main
 from tests.serve.asking import ask as answer_of
 
 STEPS = (
-    *(("same", 4), ("edit", 10), ("swap", 4), ("lead_in", 7), ("instruction", 4), ("remade", 6), ("compress", 5)),
-    *(("drop_raw", 3), ("prune", 3), ("compact", 3), ("budget", 1), ("forget", 3), ("holes", 3), ("anew", 2)),
-    *(("turn", 8), ("new_talk", 2), ("pack", 2), ("reorder", 2)),
+    *(("turn", 12), ("edit", 14), ("lead_in", 7), ("instruction", 4), ("remade", 6), ("compress", 5), ("drop_raw", 3)),
+    *(("prune", 3), ("compact", 3), ("budget", 1), ("forget", 3), ("holes", 3), ("replaced", 2), ("new_talk", 2)),
+    *(("pack", 1), ("old_pack", 2), ("reorder", 2)),
 )
-_CHUNK, _COUNT = 48, 6  # tokens of a chunk, and of an answer
-_LEAD_INS = ("prefix", "bos", "none", "neighbour", "sink:3", "sink:7")
 _SAME = 1e-4  # of logits that deviate by 3: held and recomputed turns were computed in other batches
 _TALKS = 2  # conversations at the same time
 _TURNS = 5  # of a conversation; then another begins
@@ -80,24 +76,19 @@ class Said:
         )
 
 
-class EngineLife:
+class EngineLife(StoreLife):
+    """The life of a store with an engine over it. `near` is the session that stays open."""
+
     def __init__(self, family: str, seed: int, model: Path, folder: Path) -> None:
-        dice = random.Random(f"begin {seed} {family}")
-        self.family, self.seed, self.folder, self.model = family, seed, folder, model
-        self.checks: Counter[str] = Counter()
-        self.states = family in HYBRIDS
-        self.store, self.lead_in, self.system = folder / "store", self._any_lead_in(dice), 0
-        self.corpus = Corpus.begin(folder / "corpus", dice, dice.randint(3, 5))
-        self.helper = get_context("fork").Pool(1)  # which runs commands, forked before a store is open here
-        self.opened: list[kvtool.Cache] = []
+        self.helper = get_context("fork").Pool(1)  # runs commands; forked before a store is open here
         self.engine: Engine | None = None
         try:
-            self._ingest()
-            self.long = self._cache(self.store)
+            super().__init__(family, seed, model, folder)
             self.engine = self._engine(self.store, 10**9)
         except BaseException:
-            self.close()
+            self.helper.terminate()
             raise
+        dice = random.Random(f"talk {seed} {family}")
         self.talks: list[tuple[Turns, QueryOptions]] = [((), self._talking(dice)) for _ in range(_TALKS)]
 
     def live(self, step: Step) -> None:
@@ -113,27 +104,17 @@ class EngineLife:
             self._compared(dice)
 
     def close(self) -> None:
-        for cache in self.opened:
-            cache.close()
+        super().close()
         if self.engine is not None:
             self.engine.close()
         self.helper.terminate()
 
-    def _any_lead_in(self, dice: random.Random) -> str:
-        return "none" if self.states else dice.choice(_LEAD_INS)
-
     # ---- both sides ----
-
-    def _cache(self, store: Path) -> kvtool.Cache:
-        cache = kvtool.open(store, model=str(self.model), offline=True, dtype="float32", warn=lambda text, hint: None)
-        self.opened.append(cache)
-        return cache
 
     def _engine(self, store: Path, keep: int) -> Engine:
         model = ModelOptions(model=str(self.model), offline=True, dtype="float32")
-        engine = Engine(
-            store, model, lambda text, hint: None, ServeOptions(keep_conversations=keep, memory_cache=min(keep, 10**8))
-        )
+        options = ServeOptions(keep_conversations=keep, memory_cache=min(keep, 10**8))
+        engine = Engine(store, model, lambda text, hint: None, options)
         engine.start()
         return engine
 
@@ -146,11 +127,9 @@ class EngineLife:
         """A single question: the session and the engine that were open, and fresh ones."""
         asked, question = self._options(dice) | more, self.corpus.question(dice)
         copy = self._copied()
-        ours = _asked(self.long, question, asked)
-        fresh = self._cache(copy)
-        theirs = _asked(fresh, question, asked)
-        self.opened.remove(fresh)
-        fresh.close()
+        ours = _asked(self.near, question, asked)
+        with self._opened(copy) as fresh:
+            theirs = _asked(fresh, question, asked)
         self._equal(ours, theirs, f"a session, {asked}")
         self.checks["session"] += 1
         options = QueryOptions(**asked, offline=True)
@@ -196,7 +175,7 @@ class EngineLife:
     def _options(self, dice: random.Random) -> dict[str, Any]:
         modes = ("prefix", "full") if self.states else ("full", "prefix", "reuse", "epic", "blend")
         mode = dice.choice(modes if self.states else (*modes, "infoflow", "union", "union"))
-        asked: dict[str, Any] = {"fusion": mode, "top_k": dice.randint(1, 3), "max_tokens": _COUNT}
+        asked: dict[str, Any] = {"fusion": mode, "top_k": dice.randint(1, 3), "max_tokens": COUNT}
         asked["order"] = dice.choice(("relevance", "best-last", "document"))
         asked["max_loss"] = dice.choice((0.0, 0.01, 10.0))
         if dice.random() < 0.3:
@@ -209,104 +188,42 @@ class EngineLife:
         asked = self._options(dice) | {"fusion": "prefix"} if self.states else self._options(dice)
         return QueryOptions(**asked, offline=True)
 
-    # ---- what others do ----
+    # ---- steps that a life without an engine has not ----
 
-    def _command(self, *words: object, fine: bool = True) -> Done:
-        done = self.helper.apply_async(command, [*words, "--store", self.store]).get(_SECONDS)
-        require(not fine or done.code == 0, f"{' '.join(map(str, words))}: exit {done.code}: {done.err[-300:]}")
-        return done
+    def _command(self, *words: object) -> Done:
+        """Run a command in another process; what is open here stays open."""
+        return self.helper.apply_async(command, [*words, "--store", self.store]).get(_SECONDS)
 
-    def _ingest(self, *more: object) -> None:
-        made = ["--model", self.model, "--chunk-tokens", _CHUNK, "--store-dtype", "float32", "--dtype", "float32"]
-        self._command("ingest", self.corpus.folder, "--sync", "--lead-in", self.lead_in, *made, *more)
+    def _turn(self, dice: random.Random) -> None:
+        """Nothing changes: conversations go on."""
 
-    def _same(self, dice: random.Random) -> None:
-        """Nothing changes."""
-
-    def _edit(self, dice: random.Random) -> None:
-        self.corpus.change(dice)
-        if dice.random() < 0.5:
-            self._ingest()
-            return
-        with kvtool.open(self.store, offline=True, dtype="float32", warn=lambda text, hint: None) as other:
-            other.ingest(self.corpus.folder, sync=True, lead_in=self.lead_in)
-
-    def _swap(self, dice: random.Random) -> None:
-        self.corpus.swap_documents(dice)
-        self.corpus.write()
-        self._ingest()
-
-    def _lead_in(self, dice: random.Random) -> None:
-        self.lead_in = self._any_lead_in(dice)
-        self._ingest()
-
-    def _instruction(self, dice: random.Random) -> None:
-        self.system += 1
-        path = self.folder / "instruction.txt"
-        path.write_text(f"Answer from the passages, in {self.system} words.", encoding="utf-8")
-        self._ingest("--system", f"@{path}")
+    def _new_talk(self, dice: random.Random, number: int = 0) -> None:
+        self.talks[number] = (), self._talking(dice)
 
     def _remade(self, dice: random.Random) -> None:
         """The same lossy level is made otherwise: its records have other numbers under the same names."""
         level = dice.choice(("1", "2", "3", "4"))
         for how in dice.sample((1, 2, 3), 2):
             words = ("--fit", "--fit-prompts", how)
-            self._command("compress", "--level", level, *words, "--questions", dice.choice((0, 2)), fine=False)
+            self._command("compress", "--level", level, *words, "--questions", dice.choice((0, 2)))
             self._compared(dice, level=level)
-
-    def _compress(self, dice: random.Random) -> None:
-        levels = [word for level in dice.sample(("lossless", "1", "2", "3"), 2) for word in ("--level", level)]
-        keep = ("--keep", dice.choice((0.75, 0.5))) if dice.random() < 0.3 else ()
-        self._command("compress", *levels, *keep, "--questions", dice.choice((0, 2)), fine=False)
-
-    def _drop_raw(self, dice: random.Random) -> None:
-        level = dice.choice(("lossless", "1", "2"))
-        self._command("compress", "--level", level, "--drop-raw", "--yes", "--questions", 0, fine=False)
-
-    def _prune(self, dice: random.Random) -> None:
-        size = sum(path.stat().st_size for path in self.store.rglob("*") if path.is_file())
-        how = ("--cold", 0) if dice.random() < 0.4 else ("--max-size", int(size * dice.uniform(0.4, 1.0)))
-        self._command("store", "prune", *how, "--yes", fine=False)
-
-    def _compact(self, dice: random.Random) -> None:
-        self._command("store", "compact")
-
-    def _budget(self, dice: random.Random) -> None:
-        self._command("store", "prune", "--budget", dice.choice(("none", "1GB")))
-
-    def _forget(self, dice: random.Random) -> None:
-        self._command("store", "rm", self.corpus.any_path(dice), fine=False)
-
-    def _holes(self, dice: random.Random) -> None:
-        """Remove all records of a document's chunks, and make them again after the store's present lead-in."""
-        self._command("store", "rm", self.corpus.any_path(dice), fine=False)
-        self._ingest()
 
     def _reorder(self, dice: random.Random) -> None:
         for path in sorted(self.corpus.texts())[1:]:
-            self._command("store", "rm", path, "--yes", fine=False)
-        self._ingest()
+            self._command("store", "rm", path, "--yes")
+        self._by_command("ingest", dice)
 
-    def _pack(self, dice: random.Random) -> None:
-        pack = self.folder / "store.kvpack"
-        self._command("store", "export", pack, "--force")
-        self._command("store", "rm", self.corpus.any_path(dice), fine=False)
-        self._command("store", "import", pack)
-
-    def _anew(self, dice: random.Random) -> None:
+    def _replaced(self, dice: random.Random) -> None:
         """Put another store in its place. A session reports it, and is opened again."""
         aside = self.folder / "aside"
         shutil.rmtree(aside, ignore_errors=True)
         self.store.rename(aside)
-        self._ingest()
-        self.opened.remove(self.long)
-        self.long.close()
-        self.long = self._cache(self.store)
+        self._by_command("ingest", dice)
+        self._reopen(dice)
 
-    _turn = _same  # conversations go on
-
-    def _new_talk(self, dice: random.Random, number: int = 0) -> None:
-        self.talks[number] = (), self._talking(dice)
+    def _reopen(self, dice: random.Random) -> None:
+        super().close()
+        self.near, self.far = self._opened(), self._opened()
 
 
 def _asked(cache: kvtool.Cache, question: str, asked: dict[str, Any]) -> Said:

@@ -22,10 +22,9 @@ import kvtool
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import KvtoolError, NoSpaceError, NothingFoundError, UsageError
 from kvtool.core.query.reply import Reply
+from tests.chaos.injury import AGE, flip_bit, live_regions
 from tests.cli.working import Done
 from tests.families import HYBRIDS
-from tests.faults.harness.injury import flip_bit
-from tests.faults.harness.live import AGE, live_regions
 from tests.fusion.making import MOE
 from tests.fuzzing import children
 from tests.fuzzing.checks import Checks, require
@@ -41,7 +40,7 @@ STEPS = (
 MODES = ("full", "prefix", "reuse", "epic", "blend", "infoflow", "union", "auto")
 _CHUNK = 48  # tokens
 _LEAD_INS = ("warm", "prefix", "bos", "none", "neighbour", "sink:3", "sink:7")
-_COUNT = 4  # tokens of an answer
+COUNT = 4  # tokens of an answer
 _REFUSED = (UsageError, NothingFoundError, NoSpaceError)
 _MAY_BE = (
     "was made with another",  # two stores that may not be joined
@@ -150,7 +149,7 @@ class StoreLife:
 
     def _options(self, dice: random.Random) -> dict[str, Any]:
         mode = dice.choice(("full", "prefix", "prefix") if self.states else MODES)
-        asked: dict[str, Any] = {"fusion": mode, "top_k": dice.randint(1, 4), "max_tokens": _COUNT}
+        asked: dict[str, Any] = {"fusion": mode, "top_k": dice.randint(1, 4), "max_tokens": COUNT}
         asked["order"] = dice.choice(("relevance", "best-last", "document"))
         if mode in ("blend", "infoflow", "union", "auto"):
             asked["ratio"] = dice.choice((0.0, 0.15, 0.5, 1.0))
@@ -184,7 +183,7 @@ class StoreLife:
 
     def _held(self, reply: Reply, committed: dict[str, str]) -> None:
         try:
-            self.checking.answer(reply, committed, _COUNT)
+            self.checking.answer(reply, committed, COUNT)
         except WrongError as error:
             segments = [(one.status, one.source.level, len(one.ids), one.reason) for one in reply.fused.plan.segments]
             raise WrongError(f"{error} ({reply.selector}, {segments})") from error
@@ -209,7 +208,7 @@ class StoreLife:
     def _chat(self, dice: random.Random) -> None:
         """Turns that see each other: all computed they are what transformers gives for all of their tokens."""
         mode = "prefix" if self.states else dice.choice(("full", "full", "union", "reuse", "epic"))
-        asked: dict[str, Any] = {"fusion": mode, "top_k": 2, "max_tokens": _COUNT}
+        asked: dict[str, Any] = {"fusion": mode, "top_k": 2, "max_tokens": COUNT}
         talks = [cache.conversation(**asked) for cache in (self.near, self.far)]
         for number in range(dice.randint(2, 4)):
             question = self.corpus.question(dice)
@@ -219,7 +218,7 @@ class StoreLife:
                 return
             alike = self.checking.alike(near, far, f"turn {number + 1} of two conversations")
             if mode in ("full", "prefix"):
-                self.checking.answer(near, self.committed, _COUNT, alone=False)
+                self.checking.answer(near, self.committed, COUNT, alone=False)
             if not alike:
                 return
 

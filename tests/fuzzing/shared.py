@@ -24,9 +24,8 @@ from kvtool.core.remote.export import export
 from kvtool.core.remote.import_ import take
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
-from tests.cache.making import LAYERS, id_of, info_of, make_store, put
 from tests.fuzzing.registry import refused, scratch
-from tests.remote.test_hostile import IDENTITY
+from tests.stores import IDENTITY, LAYERS, id_of, info_of, make_store, put
 
 _ZSTD = zstandard.ZstdCompressor()
 

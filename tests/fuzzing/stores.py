@@ -34,12 +34,12 @@ from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.prefix_cache import decode_part, encode_part
 from kvtool.core.retrieval.index import Index
 from kvtool.core.retrieval.tables import open_tables, write_tables
-from tests.cache.making import id_of, make_store
 from tests.codec import test_fuzz as records
 from tests.codec.rans import reference
 from tests.codec.rans.streams import TABLES, stream_of, symbols_for
 from tests.codec.synthetic import encoded
 from tests.fuzzing.registry import refused, scratch
+from tests.stores import id_of, make_store
 
 _KEY = bytes(range(20))
 _LEVELS = ("raw", "lossless", "1", "2", "3", "4", "keep50-raw", "keep50-lossless", "keep50-2")

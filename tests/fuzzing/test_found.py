@@ -18,8 +18,8 @@ from kvtool.core.errors import DamagedError, ModelError, UsageError
 from kvtool.core.options.resolve import PROJECT_FILE
 from kvtool.core.options.resolve import resolve as settings
 from kvtool.core.query.reply import read_batch
-from tests.cache.making import make_store
 from tests.families import edit_config, save_tiny
+from tests.stores import make_store
 
 DEEP = b"[" * 100_000
 

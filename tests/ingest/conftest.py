@@ -1,12 +1,8 @@
-"""The shared fixtures of the command tests, and a folder of three files."""
+"""A folder of three files."""
 
 from pathlib import Path
 
 import pytest
-
-from tests.cli.working import built, corpus, fresh, store, tiny
-
-__all__ = ["built", "corpus", "fresh", "store", "tiny"]
 
 
 @pytest.fixture

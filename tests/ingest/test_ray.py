@@ -39,7 +39,6 @@ from tests.cli.working import (
     state,
     write_corpus,
 )
-from tests.cli.working import tiny as tiny
 from tests.remote.serving import free_port
 
 PATIENCE = 300.0  # seconds, for what is started or ended on a machine that does much else

@@ -13,8 +13,8 @@ from kvtool.core.cache.integrity import verify
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import NoSpaceError
 from kvtool.core.ingest.storer import ChunkStorer
-from tests.cache.making import add_file, id_of, put
 from tests.cli.working import damages, kvtool, listing, paragraph, payloads, write_corpus
+from tests.stores import add_file, id_of, put
 
 BEFORE = 6  # chunks that are computed before the run is interrupted
 Interrupted = Callable[..., None]

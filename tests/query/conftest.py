@@ -6,10 +6,6 @@ import pytest
 import kvtool
 from kvtool.core.cache.store import Store
 from kvtool.core.session.session import Session
-from tests.cli.working import built, corpus, fresh, says, store, tiny
-from tests.compress.making import fitted, fitted_store, plain_store
-
-__all__ = ["built", "corpus", "fitted", "fitted_store", "fresh", "plain_store", "says", "store", "tiny"]
 
 
 @pytest.fixture

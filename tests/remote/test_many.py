@@ -25,9 +25,9 @@ from kvtool.core.remote.options import PushOptions
 from kvtool.core.remote.prefetch import Prefetcher
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
-from tests.cache.making import check_file, id_of, put
-from tests.remote.test_sharing import MANIFEST, add, forget, is_whole, new_store
+from tests.remote.test_sharing import is_whole
 from tests.spying import calls_of
+from tests.stores import MANIFEST, add, check_file, forget, id_of, new_store, put
 
 CHUNKS = 4  # of a file
 

@@ -18,9 +18,9 @@ from kvtool.core.remote.catalogue_io import read_catalogue
 from kvtool.core.remote.options import PushOptions
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
-from tests.cache.making import LAYERS, add_file, check_file, id_of, put, records_of
-from tests.remote.test_sharing import add, forget, is_whole, new_store
+from tests.remote.test_sharing import is_whole
 from tests.spying import calls_of
+from tests.stores import LAYERS, add, add_file, check_file, forget, id_of, new_store, put, records_of
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_large_chunk_goes_by_layer(store: Store, blobs: Blobs, tmp_path: Path, m
     assert pull(tmp_path / "pulled", blobs).chunks.transferred == 8
 
 
-def test_what_is_left_of_a_pack_is_packed_anew(store: Store, blobs: Blobs, tmp_path: Path) -> None:
+def test_partly_used_packs_are_packed_again(store: Store, blobs: Blobs, tmp_path: Path) -> None:
     push(store, blobs)
     first = packs_in(blobs)
     forget(store, "f1", "f2")
@@ -105,7 +105,7 @@ def levels_of(blobs: Blobs, name: str) -> set[str]:
     }
 
 
-def test_a_lost_pack_of_two_stores_is_brought_back_by_both(store: Store, blobs: Blobs, tmp_path: Path) -> None:
+def test_lost_pack_is_pushed_again_by_both_stores(store: Store, blobs: Blobs, tmp_path: Path) -> None:
     push(store, blobs)
     check_pulled(blobs, tmp_path / "part", "f0", "f1", "f2")
     with Store.open(tmp_path / "part") as part:
@@ -122,7 +122,7 @@ def test_a_lost_pack_of_two_stores_is_brought_back_by_both(store: Store, blobs: 
     check_pulled(blobs, tmp_path / "whole", "f0", "f1", "f2")
 
 
-def test_file_forgotten_in_a_push(store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rm_during_a_push(store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add(store, "f3", "f0.0", "f0.1")
 
     survey = values.Survey.catalogue

@@ -84,7 +84,7 @@ def test_the_answer_of_the_local_store(mode: str, slo: tuple[str, ...], store: P
 
 
 @pytest.mark.some(1)
-def test_who_never_saw_corpus_or_prefill(tiny: Path, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_query_without_the_corpus(tiny: Path, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     write_corpus(tmp_path / "corpus")
     place = tmp_path / "store"
     kvtool("ingest", tmp_path / "corpus", "--store", place, "--model", tiny, "--chunk-tokens", "64", *PREFIX).fine()
@@ -99,7 +99,7 @@ def test_who_never_saw_corpus_or_prefill(tiny: Path, tmp_path: Path, url: str, m
     assert said(ask(tmp_path / "pulled")) == wanted
 
 
-def test_what_is_pushed_later_is_seen(store: Path, shared: str, tmp_path: Path) -> None:
+def test_query_finds_later_pushes(store: Path, shared: str, tmp_path: Path) -> None:
     ask(shared).fine()
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "seventh.md").write_text(
@@ -144,7 +144,7 @@ def test_other_commands(shared: str, store: Path, tmp_path: Path) -> None:
         done = kvtool("inspect", *what, "--store", shared, "--json").fine()
         assert done.json
     for command in (("ingest", tmp_path), ("compress",), ("store", "stats"), ("store", "push", shared)):
-        kvtool(*command, "--store", shared).failed(2, "local store")
+        kvtool(*command, "--store", shared).failed(2)
 
 
 # ---- trouble -----------------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def test_other_commands(shared: str, store: Path, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("slow_machine")
 @pytest.mark.parametrize("slo", [(), SLO], ids=["as asked", "streamed"])
 @pytest.mark.parametrize(("mode", "behind"), [*zip(MODES_THERE, FAR, strict=True)], indirect=["behind"])
-def test_the_tier_dies_in_the_middle(mode: str, slo: tuple[str, ...], store: Path, far: Link) -> None:
+def test_query_of_a_store_that_dies(mode: str, slo: tuple[str, ...], store: Path, far: Link) -> None:
     ask(far.url, mode="full").fine()  # the catalogue is here
     far.after(ask(store).json["bytes_read"] * 2 // 3, far.close)
     done = ask(far.url, *slo, mode=mode)
@@ -171,7 +171,7 @@ def test_the_tier_dies_in_the_middle(mode: str, slo: tuple[str, ...], store: Pat
 @pytest.mark.parametrize(
     ("slo", "behind"), [*zip(cycle([(), ("--slo-ms", "2000")]), FAR, strict=False)], indirect=["behind"]
 )
-def test_a_tier_that_crawls(slo: tuple[str, ...], store: Path, far: Link) -> None:
+def test_query_of_a_slow_store(slo: tuple[str, ...], store: Path, far: Link) -> None:
     ask(far.url, mode="full").fine()
     far.after(ask(store).json["bytes_read"] // 2, far.crawl)
     done = ask(far.url, "--remote-timeout", "0.5", *slo)
@@ -186,7 +186,7 @@ def test_a_tier_that_crawls(slo: tuple[str, ...], store: Path, far: Link) -> Non
 @pytest.mark.some(2)
 @pytest.mark.usefixtures("slow_machine")
 @pytest.mark.parametrize("slo", [(), SLO], ids=["as asked", "streamed"])
-def test_damaged_values(slo: tuple[str, ...], store: Path, url: str) -> None:
+def test_query_of_damaged_values(slo: tuple[str, ...], store: Path, url: str) -> None:
     kvtool("store", "push", url, "--store", store).fine()
     used = ask(store).json["chunks"]
     for number, chunk in enumerate(used[:2]):
@@ -245,15 +245,17 @@ def test_another_models_records(tiny: Path, tmp_path: Path, redis_url: str, stor
     assert "made with another" in done.err
 
 
-def test_one_that_cannot_be_reached(store: Path, redis_server: RedisServer, redis_url: str, tmp_path: Path) -> None:
+def test_query_push_and_pull_of_an_unreachable_store(
+    store: Path, redis_server: RedisServer, redis_url: str, tmp_path: Path
+) -> None:
     nobody = f"redis://127.0.0.1:{free_port()}/0"
-    ask(nobody).failed(1, "cannot be reached")
-    kvtool("store", "push", nobody, "--store", store).failed(1, "cannot be reached")
-    kvtool("store", "pull", nobody, "--store", tmp_path / "new").failed(1, "cannot be reached")
+    ask(nobody).failed(1)
+    kvtool("store", "push", nobody, "--store", store).failed(1)
+    kvtool("store", "pull", nobody, "--store", tmp_path / "new").failed(1)
     assert not (tmp_path / "new").exists()
     ask("redis://no.such.host.invalid/0").failed(1)
-    ask(redis_url).failed(10, "no store at")
-    ask("ftp://host/x").failed(2, "known: redis, rediss, file")
+    ask(redis_url).failed(10)
+    ask("ftp://host/x").failed(2)
     link = Link(redis_server.port)
     kvtool("store", "push", link.url, "--store", store).fine()
     wanted = said(ask(link.url))

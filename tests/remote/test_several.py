@@ -20,13 +20,16 @@ from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from kvtool.core.remote.redis import RedisBlobs
 from tests.remote.backends import WRITABLE
-from tests.remote.test_sharing import add, after_first, forget, is_whole, new_store, other, pushed_by, sources_of, store
+from tests.remote.test_sharing import after_first, is_whole, other, pushed_by, store
+from tests.stores import add, forget, new_store, sources_of
 
 __all__ = ["other", "store"]
 pytestmark = [pytest.mark.usefixtures("small_packs"), pytest.mark.parametrize("url", WRITABLE, indirect=True)]
 
 
-def test_sweep_during_push(store: Store, other: Store, blobs: Blobs, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_push_during_a_sweep(
+    store: Store, other: Store, blobs: Blobs, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sweep between sending and publishing: f1 and f2 are there, and by the other's catalogue nobody needs them."""
     push(store, blobs)
     pushed_by(other, url)()
@@ -51,7 +54,7 @@ def test_a_sweep_follows_the_catalogue_in_force(
         assert {entry.source for entry in pulled.documents()} == {"f0", "f1", "f2", "g"}
 
 
-def test_what_came_back_into_force_is_not_reclaimed(
+def test_values_of_a_restored_version_are_kept(
     store: Store, other: Store, blobs: Blobs, url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Push a version anew that only the oldest catalogue counts on, by one that begins later and ends sooner."""
@@ -100,7 +103,9 @@ def test_killed_push_delays_sweeps(store: Store, blobs: Blobs, monkeypatch: pyte
     assert push(store, blobs, PushOptions(delete=True)).removed == 7
 
 
-def test_pull_of_deleted(store: Store, blobs: Blobs, url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_pull_during_a_deletion(
+    store: Store, blobs: Blobs, url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     push(store, blobs)
     forget(store, "f2")
     after_first(monkeypatch, blobs, "reader", pushed_by(store, url, delete=True, yes=True))
@@ -121,7 +126,7 @@ def hold_at(blobs: Blobs, name: str, at: float) -> None:
 
 
 @pytest.mark.parametrize("what", ["push", "sweep"])
-def test_what_a_wrong_clock_holds_holds_nobody_up(what: str, store: Store, blobs: Blobs) -> None:
+def test_lease_of_a_wrong_clock_is_ignored(what: str, store: Store, blobs: Blobs) -> None:
     if isinstance(blobs, ObjectBlobs):
         pytest.skip("the service itself sets the time of an object")
     push(store, blobs)
@@ -142,7 +147,7 @@ def test_wait_for_an_endless_sweep(store: Store, blobs: Blobs, monkeypatch: pyte
     assert is_whole(blobs)
 
 
-def test_who_reads_all_back_goes_on_being_seen(store: Store, blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_push_verify_renews_its_lease(store: Store, blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Read a large shared store for hours: a deletion would take what is found sound, and nobody counts on yet."""
     push(store, blobs)
     seen = list[str]()
@@ -155,7 +160,7 @@ def test_who_reads_all_back_goes_on_being_seen(store: Store, blobs: Blobs, monke
     assert "get get" not in " ".join(inside)
 
 
-def test_lists_that_lag(store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_push_with_lagging_lists(store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(blobs), "names", lambda self, below="": iter(()))
     monkeypatch.setattr(ObjectBlobs, "_list", lambda self, folder: iter(()))
     monkeypatch.setattr(object_store, "_MANY", 0)
@@ -168,7 +173,7 @@ def test_lists_that_lag(store: Store, blobs: Blobs, tmp_path: Path, monkeypatch:
     assert sources_of(tmp_path / "pulled") == ["f0", "f1"]
 
 
-def test_two_push_at_once(store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_pushes(store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Store.open(new_store(tmp_path / "second", files=0)) as second:
         add(second, "g", "g.0")
         real, calls = type(blobs).compare_and_swap, []

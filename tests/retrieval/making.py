@@ -15,7 +15,7 @@ from kvtool.core.retrieval.options import RetrievalOptions
 from kvtool.core.retrieval.passages import Passage, found_by
 from kvtool.core.retrieval.search import Search
 from kvtool.core.retrieval.segment import IndexSegment, MarkedDocument
-from tests.cache.making import id_of, put
+from tests.stores import id_of, put
 
 
 def entry_of(source: str, text: str) -> DocumentEntry:

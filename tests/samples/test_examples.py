@@ -13,10 +13,10 @@ from types import ModuleType
 import anyio
 import pytest
 
-from tests.cli.working import CHUNKS, PREFIX, QUESTION, SHORT, built, command, corpus, environment, kvtool, store, tiny
+from tests.cli.working import CHUNKS, PREFIX, QUESTION, SHORT, command, environment, kvtool
 from tests.remote.serving import s3_server, s3_url
 
-__all__ = ["built", "corpus", "s3_server", "s3_url", "store", "tiny"]
+__all__ = ["s3_server", "s3_url"]
 SAMPLES = Path(__file__).resolve().parents[2] / "samples"
 READ = 30  # seconds that a program may take to answer
 

@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.working import CHUNKS, PREFIX, environment, kvtool, tiny, write_corpus
-
-__all__ = ["tiny"]
+from tests.cli.working import CHUNKS, PREFIX, environment, kvtool, write_corpus
 
 ROOT = Path(__file__).parents[2]
 _CALENDAR = """BEGIN:VCALENDAR

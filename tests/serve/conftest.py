@@ -29,10 +29,10 @@ from kvtool.serve.metrics import AccessLog
 from kvtool.serve.options import ServeOptions
 from kvtool.serve.server import Listener, server_of
 from kvtool.serve.unix_socket import leave, listen, socket_path
-from tests.cli.working import QUESTION, built, says, tiny
+from tests.cli.working import QUESTION
 from tests.retrieval.conftest import static_model
 
-__all__ = ["built", "says", "static_model", "tiny"]
+__all__ = ["static_model"]
 KEY = "kv-of-these-tests"
 PATIENCE = 120.0  # seconds, on a busy machine
 

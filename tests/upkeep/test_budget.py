@@ -29,9 +29,9 @@ from kvtool.core.remote.push import push
 from kvtool.core.retrieval.tables import write_tables
 from kvtool.core.session.session import Session
 from kvtool.core.upkeep.budget import keep_budget
-from tests.cache.making import add_file, check_file, make_store
 from tests.cli.working import QUESTION, SHORT, damages, kvtool, listing, write_corpus
 from tests.compress.making import run
+from tests.stores import add_file, check_file, make_store
 
 DIM = 256  # 32 KiB a layer's K and V: pages of their own
 OVER = 2**19  # a batch of two chunks, 64 KiB each, and the pages of the tree that a commit rewrites

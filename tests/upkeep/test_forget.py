@@ -13,8 +13,8 @@ from kvtool.core.cache.store import Store
 from kvtool.core.errors import UsageError
 from kvtool.core.retrieval.index import Index, index_of
 from kvtool.core.upkeep.forget import forget
-from tests.cache.making import add_file, check_file, id_of, make_store, put
 from tests.cli.working import damages, kvtool, listing
+from tests.stores import add_file, check_file, id_of, make_store, put
 
 
 def sources(path: Path) -> list[str]:

@@ -16,7 +16,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.cache.tree import Tree
 from kvtool.core.retrieval.index import index_of
 from kvtool.core.upkeep.forget import forget, pin, unpin
-from tests.cache.making import put
+from tests.stores import put
 
 DOCUMENTS, CHUNKS = 12, 5  # of a file, of a document
 OF_CHUNKS = (tables.CHUNKS, tables.LEVELS, tables.RECORDS, tables.USED, tables.ADDED)

@@ -25,9 +25,9 @@ from kvtool.core.upkeep.budget import keep_budget
 from kvtool.core.upkeep.forget import pin, unpin
 from kvtool.core.upkeep.options import PruneOptions
 from kvtool.core.upkeep.prune import PruneReport, compact, prune
-from tests.cache.making import add_file, check_file, id_of, make_store, noise
 from tests.cli.working import QUESTION, SHORT, damages, emptied, kvtool, prefix_chunk
 from tests.compress.making import chunks_in, levels_in, refit, replace_record
+from tests.stores import add_file, check_file, id_of, make_store, noise
 from tests.upkeep.test_budget import bytes_in
 
 DIM = 256

@@ -1,5 +1,0 @@
-"""The shared fixtures of the command tests."""
-
-from tests.cli.working import built, corpus, fresh, store, tiny
-
-__all__ = ["built", "corpus", "fresh", "store", "tiny"]

@@ -1,6 +1,0 @@
-"""The shared fixtures of the command tests."""
-
-from tests.cli.working import built, corpus, fresh, store, tiny
-from tests.compress.making import fitted, fitted_store, plain, plain_store
-
-__all__ = ["built", "corpus", "fitted", "fitted_store", "fresh", "plain", "plain_store", "store", "tiny"]
