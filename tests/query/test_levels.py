@@ -11,7 +11,7 @@ import pytest
 from kvtool.core.cache import tables
 from kvtool.core.cache.store import Store
 from kvtool.core.query import prompt
-from kvtool.core.records import repair
+from kvtool.core.records import read
 from tests.cli.working import (
     CHUNKS,
     LAYERS,
@@ -64,7 +64,7 @@ def test_a_level_that_is_not_stored_is_computed_and_said(
     asked: str, stored: str, both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what is stored stays as it is; nothing is prefilled for the store."""
-    monkeypatch.setattr(repair, "make", None)
+    monkeypatch.setattr(read, "make", None)
     path = both[stored == "lossless"]
     before = files_below(path)
     done = kvtool("query", QUESTION, "--store", path, "--level", asked, *SHORT, "--json").fine()
