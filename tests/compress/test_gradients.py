@@ -11,6 +11,7 @@ from transformers import DynamicCache
 from kvtool.core.compress import fitting as module
 from kvtool.core.compress.fitting import CachedPrompt, gradients, without_weight_gradients
 from kvtool.core.model.decoder import Decoder
+from samples.benchmarks.bench.plain import attention_of_transformers
 from tests.families import KINDS, VOCAB, tiny_model
 from tests.fusion.making import swapped
 
@@ -44,7 +45,7 @@ def plainly(decoder: Decoder, prompt: CachedPrompt) -> torch.Tensor:
     layers = range(decoder.stored_layers)
     table = decoder.rotary.table(torch.arange(prompt.cached))
     leaves = [[side[None].clone().requires_grad_() for side in sides] for sides in prompt.layers]
-    with decoder.plain_attention(), torch.enable_grad():
+    with attention_of_transformers(decoder), torch.enable_grad():
         cache = DynamicCache()
         for layer, (keys, values) in zip(layers, leaves, strict=True):
             cache.update(*swapped(decoder.model, decoder.rotary.rotate(keys, table, layer), values), layer)

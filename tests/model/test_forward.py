@@ -14,6 +14,7 @@ from kvtool.core.model.hf.adapter import HfForward
 from kvtool.core.model.passes import OnLayer
 from kvtool.core.model.prefill import LeadIn
 from kvtool.core.native.isa import isa_here
+from samples.benchmarks.bench.plain import attention_of_transformers
 from tests.fusion.making import NAMES, new_case
 from tests.spying import calls_of
 
@@ -75,7 +76,7 @@ def test_what_is_stored_in_bfloat16_has_the_models_own_bits(name: str) -> None:
 def test_gradients_and_plain_attention_pass_through_the_models_own() -> None:
     decoder = new_case("llama", "float32").decoder
     prefilled(decoder)
-    with decoder.plain_attention():
+    with attention_of_transformers(decoder):
         decoder.model(input_ids=torch.tensor([IDS])).logits.sum()
     embedded = decoder.base.embed_tokens(torch.tensor([IDS])).detach().requires_grad_()
     decoder.model(inputs_embeds=embedded).logits.sum().backward()

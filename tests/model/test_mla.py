@@ -12,6 +12,7 @@ from kvtool.core.errors import ModelError
 from kvtool.core.model.hf.attention import IMPLEMENTATION
 from kvtool.core.model.hf.mla import Latents
 from kvtool.core.model.kinds import KVShape
+from samples.benchmarks.bench.plain import attention_of_transformers
 from samples.benchmarks.bench.shapes import shape_config
 from tests.families import FAMILIES, tiny_model
 from tests.fusion.making import CHUNKS, PREFIX, QUESTION, case, decoder_of, distance, plain_logits
@@ -34,7 +35,7 @@ def test_a_latent_and_a_rotary_key_are_kept(name: str) -> None:
 def test_under_another_attention_the_module_is_as_it_was(name: str) -> None:
     ids = (*PREFIX, *CHUNKS[0])
     decoder = decoder_of(tiny_model(name))
-    with decoder.plain_attention(), torch.inference_mode():
+    with attention_of_transformers(decoder), torch.inference_mode():
         logits = decoder.model(input_ids=torch.tensor([ids]), use_cache=True).logits[0, -1]
     assert distance(logits, plain_logits(name, "float32", ids, "sdpa")) <= 1e-5
 

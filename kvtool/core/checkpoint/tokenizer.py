@@ -57,8 +57,9 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
         template = (folder / _TEMPLATE).read_text(encoding="utf-8")
     added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     others = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or ()
-    plain = isinstance(template, str | None) and isinstance(others, list | tuple)
-    if not plain or not all(_is_special(added, token) for token in (*special.values(), *map(_content, others))):
+    if not (isinstance(template, str | None) and isinstance(others, list | tuple)):
+        return None
+    if not {*special.values(), *map(_content, others)} <= {name for name, token in added.items() if token.special}:
         return None
     if not all(_is_same(added, stated) for stated in (settings.get("added_tokens_decoder") or {}).values()):
         return None
@@ -80,10 +81,6 @@ def _settings(path: Path) -> dict[str, Any]:
 
 def _content(token: Any) -> str:
     return str(token["content"]) if isinstance(token, dict) else str(token)
-
-
-def _is_special(added: Mapping[str, AddedToken], token: str) -> bool:
-    return token in added and bool(added[token].special)
 
 
 def _is_same(added: Mapping[str, AddedToken], stated: Mapping[str, Any]) -> bool:

@@ -76,12 +76,9 @@ class Segment:
 
     @property
     def positions(self) -> Sequence[int]:
-        first = self.position
-        return (
-            range(first, first + len(self.ids))
-            if self.placed_rows is None
-            else [first + token for token in self.placed_rows]
-        )
+        if self.placed_rows is None:
+            return range(self.position, self.position + len(self.ids))
+        return [self.position + token for token in self.placed_rows]
 
     @property
     def cached(self) -> bool:

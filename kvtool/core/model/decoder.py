@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvtool.core.checkpoint.dense import DenseModel
-from kvtool.core.checkpoint.load import Loaded, plain_attention
+from kvtool.core.checkpoint.load import Loaded
 from kvtool.core.common.collecting import quiet
 from kvtool.core.common.machine import is_out_of_memory
 from kvtool.core.errors import KvtoolError, ModelError
@@ -20,7 +20,6 @@ from kvtool.core.model.cpu_layer import cpu_layers
 from kvtool.core.model.cuda_layer import cuda_layers
 from kvtool.core.model.forward import Forward
 from kvtool.core.model.hf.adapter import HfForward
-from kvtool.core.model.hf.attention import IMPLEMENTATION
 from kvtool.core.model.passes import NOTHING, OnLayer, Pass
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.model.spec import ModelSpec, UnsupportedArchitecture, read_model_spec
@@ -163,19 +162,6 @@ class Decoder(DecoderStack):
         cache.set_length(start + count)
         rows = QueryRows.of(torch.arange(start, start + count), self.device, cache.position_ids)
         return rows, rows.places + cache.dropped if cache.dropped else None
-
-    @contextmanager
-    def plain_attention(self) -> Iterator[None]:
-        """Use `transformers`' default attention inside: for a plain call of the model, and for gradients."""
-        gradients = [(parameter, parameter.requires_grad) for parameter in self.model.parameters()]
-        self.model.set_attn_implementation(plain_attention(self.model))
-        self.model.requires_grad_(False)
-        try:
-            yield
-        finally:
-            self.model.set_attn_implementation(IMPLEMENTATION)
-            for parameter, required in gradients:
-                parameter.requires_grad_(required)
 
 
 @contextmanager

@@ -38,6 +38,7 @@ from samples.benchmarks.bench.machine import (
     synchronize,
     windows_of,
 )
+from samples.benchmarks.bench.plain import attention_of_transformers
 from samples.benchmarks.bench.prompts import BenchPrompt, Sizes, scratch_store, stored_prompts
 from samples.benchmarks.bench.shapes import PUBLISHED, build_shape, shape_dtype
 
@@ -248,7 +249,7 @@ class Answerer:
     def _plain(self, prompt: BenchPrompt) -> Sample:
         plan = prompt.plan(self._store)
         model, device = self.decoder.model, self.decoder.device
-        with self.decoder.plain_attention(), torch.inference_mode():
+        with attention_of_transformers(self.decoder), torch.inference_mode():
             synchronize(device)
             started = time.perf_counter()
             ids = torch.tensor([plan.ids], device=device)

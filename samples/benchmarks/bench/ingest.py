@@ -22,6 +22,7 @@ from kvtool.core.ingest.storer import ChunkStorer, batch_tokens
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.session.identity import StoreIdentity, lead_ins_of
 from samples.benchmarks.bench.machine import Host
+from samples.benchmarks.bench.plain import attention_of_transformers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -93,7 +94,7 @@ def _seconds(work: Callable[[], None]) -> float:
 
 @torch.inference_mode()
 def _plain(decoder: Decoder, wanted: Sequence[ChunkSpec]) -> None:
-    with decoder.plain_attention():
+    with attention_of_transformers(decoder):
         for batch in _of_similar_length(wanted, batch_tokens(decoder.device)):
             width = max(len(chunk.ids) for chunk in batch)
             ids = torch.zeros((len(batch), width), dtype=torch.long)

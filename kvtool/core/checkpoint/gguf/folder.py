@@ -20,7 +20,6 @@ from kvtool.core.common.files import cache_dir, make_folder
 from kvtool.core.errors import KvtoolError, ModelError, NoSpaceError
 
 _VERSION = 1  # of what is written: a change makes old folders, and stores, unused
-_WEIGHTS = "packed.weights"  # in a folder of an earlier release, several times the GGUF file's size: it is made anew
 _LIMITS = {  # what a header may ask for
     1_000: "block_count",
     1 << 13: "attention.head_count attention.head_count_kv attention.key_length attention.key_length_swa "
@@ -57,8 +56,7 @@ def prepare_folder(gguf: Path, once: Once = unnoticed) -> Path:
 
 
 def _is_whole(folder: Path) -> bool:
-    made = read_origin(folder).files if (folder / SOURCE).is_file() else {}
-    return "config.json" in made and _WEIGHTS not in made
+    return (folder / SOURCE).is_file() and "config.json" in read_origin(folder).files
 
 
 def _write_folder(gguf: Path, header: GgufHeader, folder: Path) -> None:
