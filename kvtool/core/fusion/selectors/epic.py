@@ -19,7 +19,8 @@ class Epic(Selector):
     """Recompute `link_tokens` tokens of every chunk that is not exact, clamped to the chunk (section 4, LegoLink).
 
     A chunk that is prefilled separately has an attention sink at its start, which recomputing its link tokens removes.
-    `link`: the first tokens of a chunk (the paper), the last ones, or those on both sides of each boundary.
+    `link`: the first tokens of a chunk (the paper), the last ones, or those on both sides of each boundary. `shift`:
+    reused rows move by the mean change of the recomputed ones (`fusion/shift.py`), which the paper does not do.
     """
 
     name: ClassVar[str] = "epic"
