@@ -34,10 +34,11 @@ from kvtool.core.corpus.readers.encoding import Reader
 
 
 class _Format(NamedTuple):
-    """Lower-case `endings`, or names of files without one. `is_bounded`: a separate process reads the file."""
+    """Lower-case `endings`, or names of files without one, with spaces between them. `is_bounded`: a separate process
+    reads the file."""
 
     read: Reader
-    endings: tuple[str, ...]
+    endings: str
     is_bounded: bool = True
     library: str = ""
 
@@ -60,28 +61,22 @@ _FOREIGN = (
     *".npy .npz .pt .pth .ckpt .pkl .pickle .joblib .safetensors .gguf .onnx".split(),
 )
 _TEXT = (
-    *".txt .text .log .rst .rest .adoc .asciidoc .org .bib .nfo .me .1st .po .pot .pod .textile .wiki".split(),
-    *"readme license licence copying authors changelog changes news notice todo install contributing".split(),
+    ".txt .text .log .rst .rest .adoc .asciidoc .org .bib .nfo .me .1st .po .pot .pod .textile .wiki readme license "
+    "licence copying authors changelog changes news notice todo install contributing"
 )
-_MARKDOWN = (".md", ".markdown", ".mdown", ".mkd", ".mkdn", ".mdx", ".rmd", ".qmd")
+_MARKDOWN = ".md .markdown .mdown .mkd .mkdn .mdx .rmd .qmd"
 _CODE = (
-    *(".py", ".pyi", ".pyx", ".ipy", ".rb", ".pl", ".pm", ".php", ".lua", ".tcl", ".r", ".jl"),
-    *(".c", ".h", ".cc", ".cpp", ".cxx", ".hh", ".hpp", ".hxx", ".inl", ".cu", ".cuh", ".m", ".mm"),
-    *(".java", ".kt", ".kts", ".scala", ".groovy", ".gradle", ".clj", ".cljs", ".edn"),
-    *(".js", ".mjs", ".cjs", ".jsx", ".ts", ".mts", ".cts", ".tsx", ".vue", ".svelte", ".astro"),
-    *(".go", ".rs", ".swift", ".zig", ".nim", ".d", ".dart", ".cs", ".fs", ".fsx", ".vb", ".pas"),
-    *(".hs", ".lhs", ".ml", ".mli", ".elm", ".ex", ".exs", ".erl", ".hrl", ".lisp", ".el", ".scm"),
-    *(".rkt", ".v", ".sv", ".vhd", ".vhdl", ".f", ".f90", ".f95", ".for", ".asm", ".s", ".sol"),
-    *(".sh", ".bash", ".zsh", ".fish", ".ps1", ".bat", ".cmd", ".awk", ".sed", ".vim", ".sql"),
-    *(".css", ".scss", ".sass", ".less", ".toml", ".ini", ".cfg", ".conf", ".proto", ".thrift", ".graphql"),
-    *(".tf", ".hcl", ".nix", ".cmake", ".mk", ".bzl", ".dockerfile", ".diff", ".patch"),
-    *("makefile", "dockerfile", "rakefile", "gemfile", "justfile", "vagrantfile", "jenkinsfile"),
+    ".py .pyi .pyx .ipy .rb .pl .pm .php .lua .tcl .r .jl .c .h .cc .cpp .cxx .hh .hpp .hxx .inl .cu .cuh .m .mm "
+    ".java .kt .kts .scala .groovy .gradle .clj .cljs .edn .js .mjs .cjs .jsx .ts .mts .cts .tsx .vue .svelte .astro "
+    ".go .rs .swift .zig .nim .d .dart .cs .fs .fsx .vb .pas .hs .lhs .ml .mli .elm .ex .exs .erl .hrl .lisp .el .scm "
+    ".rkt .v .sv .vhd .vhdl .f .f90 .f95 .for .asm .s .sol .sh .bash .zsh .fish .ps1 .bat .cmd .awk .sed .vim .sql "
+    ".css .scss .sass .less .toml .ini .cfg .conf .proto .thrift .graphql .tf .hcl .nix .cmake .mk .bzl .dockerfile "
+    ".diff .patch makefile dockerfile rakefile gemfile justfile vagrantfile jenkinsfile"
 )
-_OPENDOCUMENT = tuple(".odt .ott .fodt .ods .ots .fods .odp .otp .fodp .odg .otg .fodg .odf".split())
-_XML = ".xml .xsd .xsl .xslt .rss .atom .plist .opml .kml .gpx .dita .tei .fb2 .xlf .tmx .resx .wsdl .rdf".split()
+_OPENDOCUMENT = ".odt .ott .fodt .ods .ots .fods .odp .otp .fodp .odg .otg .fodg .odf"
+_XML = ".xml .xsd .xsl .xslt .rss .atom .plist .opml .kml .gpx .dita .tei .fb2 .xlf .tmx .resx .wsdl .rdf"
 _CONTAINERS = (".zip", ".eml", ".mbox", ".emlx", ".msg", ".oft")
-_JSON_LINES = (".jsonl", ".ndjson", ".jsonlines")
-_SEVERAL = (*_CONTAINERS, *_JSON_LINES)  # files that may hold several documents
+_SEVERAL = (*_CONTAINERS, ".jsonl", ".ndjson", ".jsonlines")  # files that may hold several documents
 REVISION = "2"  # of all readers and of the tables of chunks; another one reads every file again
 _MOST_HERE = 1 << 20  # bytes of a text that is read in this process, by readers that take linear time
 
@@ -179,36 +174,30 @@ _FORMATS = (
     _Format(text.read, _TEXT, is_bounded=False),
     _Format(text.read_markdown, _MARKDOWN, is_bounded=False),
     _Format(text.read_code, _CODE, is_bounded=False),
-    _Format(text.read_table, (".csv", ".tsv", ".tab", ".psv"), is_bounded=False),
-    _Format(
-        text.read_json, (".json", ".json5", ".geojson", ".jsonld", ".yaml", ".yml", ".properties"), is_bounded=False
-    ),
-    _Format(text.read_xml, tuple(_XML), is_bounded=False),
-    _Format(text.read_calendar, (".ics", ".ifb", ".vcf"), is_bounded=False),
-    _Format(markup.read_latex, (".tex", ".ltx", ".latex"), is_bounded=False),
-    _Format(jsonl.read, _JSON_LINES, is_bounded=False),
-    _Format(markup.read_subtitles, (".srt", ".vtt"), is_bounded=False),
-    _Format(markup.read_manual, (".man", ".mdoc", ".roff", ".troff", ".nroff"), is_bounded=False),
-    _Format(pdf.read, (".pdf",), library="pypdfium2"),
-    _Format(
-        partial(word.read, read_as=read_as),
-        (".docx", ".docm", ".dotx", ".dotm", ".doc", ".dot"),
-        library="office-oxide",
-    ),
-    _Format(slides.read, tuple(".pptx .pptm .ppsx .ppsm .potx .potm .ppt .pps".split()), library="office-oxide"),
-    _Format(sheets.read, tuple(".xlsx .xlsm .xltx .xltm .xls .xlt".split()), library="xlrd"),
+    _Format(text.read_table, ".csv .tsv .tab .psv", is_bounded=False),
+    _Format(text.read_json, ".json .json5 .geojson .jsonld .yaml .yml .properties", is_bounded=False),
+    _Format(text.read_xml, _XML, is_bounded=False),
+    _Format(text.read_calendar, ".ics .ifb .vcf", is_bounded=False),
+    _Format(markup.read_latex, ".tex .ltx .latex", is_bounded=False),
+    _Format(jsonl.read, ".jsonl .ndjson .jsonlines", is_bounded=False),
+    _Format(markup.read_subtitles, ".srt .vtt", is_bounded=False),
+    _Format(markup.read_manual, ".man .mdoc .roff .troff .nroff", is_bounded=False),
+    _Format(pdf.read, ".pdf", library="pypdfium2"),
+    _Format(partial(word.read, read_as=read_as), ".docx .docm .dotx .dotm .doc .dot", library="office-oxide"),
+    _Format(slides.read, ".pptx .pptm .ppsx .ppsm .potx .potm .ppt .pps", library="office-oxide"),
+    _Format(sheets.read, ".xlsx .xlsm .xltx .xltm .xls .xlt", library="xlrd"),
     _Format(opendocument.read, _OPENDOCUMENT),
-    _Format(rtf.read, (".rtf",)),
-    _Format(epub.read, (".epub",)),
-    _Format(partial(mail.read, registry=_REGISTRY), (".eml", ".mbox", ".emlx")),
-    _Format(partial(outlook.read, registry=_REGISTRY), (".msg", ".oft"), library="olefile"),
-    _Format(notebook.read, (".ipynb",)),
-    _Format(html.read, (".html", ".htm", ".xhtml", ".shtml")),
-    _Format(mail.read_page, (".mhtml", ".mht")),
-    _Format(markup.read_svg, (".svg",)),
-    _Format(partial(archive.read, read_as=read_as, kind_of=_unread_kind), (".zip",)),
+    _Format(rtf.read, ".rtf"),
+    _Format(epub.read, ".epub"),
+    _Format(partial(mail.read, registry=_REGISTRY), ".eml .mbox .emlx"),
+    _Format(partial(outlook.read, registry=_REGISTRY), ".msg .oft", library="olefile"),
+    _Format(notebook.read, ".ipynb"),
+    _Format(html.read, ".html .htm .xhtml .shtml"),
+    _Format(mail.read_page, ".mhtml .mht"),
+    _Format(markup.read_svg, ".svg"),
+    _Format(partial(archive.read, read_as=read_as, kind_of=_unread_kind), ".zip"),
 )
-_BY_ENDING = {ending: each for each in _FORMATS for ending in each.endings}
+_BY_ENDING = {ending: each for each in _FORMATS for ending in each.endings.split()}
 READERS: dict[str, Reader] = {ending: each.read for ending, each in _BY_ENDING.items()}
 """File ending, or name of a file without one → reader."""
 _PLUGINS = found("readers", names={ending.removeprefix(".") for ending in READERS})
