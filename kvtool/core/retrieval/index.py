@@ -7,7 +7,7 @@ import json
 import secrets
 import shutil
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -120,12 +120,19 @@ class Index:
 
     def update(self, store: Store) -> None:
         """Index what changed since the index's revision. Raises DamagedError."""
+        read = 0  # characters
+
+        def number_of_batch(document: MarkedDocument) -> int:
+            nonlocal read
+            read += len(document.entry.text)
+            return read // _TEXT_AT_ONCE
+
         with store.view():
             self.revision = store.documents_revision()
             now = store.file_marks()
             changed = [key for key, mark in now.items() if self._files.get(key) != mark]
             added = (document for key in changed for document in self._changed(store, key))
-            segments = [IndexSegment.build(some) for some in _batches(added)]
+            segments = [IndexSegment.build([*batch]) for _, batch in itertools.groupby(added, number_of_batch)]
         for key, segment in itertools.product(self._files.keys() - now.keys(), self.segments):
             segment.bury(segment.documents_of(key))
         self._files = now
@@ -210,19 +217,6 @@ class Index:
 
 def beginnings(ids: Array) -> Array:
     return np.ascontiguousarray(ids[:, :8]).view(np.uint64)[:, 0]
-
-
-def _batches(documents: Iterable[MarkedDocument]) -> Iterator[list[MarkedDocument]]:
-    batch: list[MarkedDocument] = []
-    size = 0
-    for document in documents:
-        batch.append(document)
-        size += len(document.entry.text)
-        if size >= _TEXT_AT_ONCE:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def index_of(store: Store, warn: Warn = warn_nobody) -> Index:

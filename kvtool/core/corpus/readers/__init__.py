@@ -116,18 +116,12 @@ def is_foreign(path: PurePath) -> bool:
     return without_gz(path).suffix.lower() in _FOREIGN and not is_known(path)
 
 
-def is_image(path: PurePath) -> bool:
-    return path.suffix.lower() in _IMAGES
-
-
-def is_archive(path: PurePath) -> bool:
-    return path.suffix.lower() in _ARCHIVES
-
-
 def kind_of(path: PurePath) -> str:
     """Name a file that no reader takes: `image`, `archive`, another foreign ending, else `binary`."""
-    known = "image" if is_image(path) else "archive" if is_archive(path) else path.suffix.lower()
-    return known if is_foreign(path) or ending_of(path) == ".zip" else "binary"
+    ending = path.suffix.lower()
+    if not is_foreign(path) and ending != ".zip":
+        return "binary"
+    return "image" if ending in _IMAGES else "archive" if ending in _ARCHIVES else ending
 
 
 def _unread_kind(path: PurePath) -> str:

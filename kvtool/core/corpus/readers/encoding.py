@@ -120,16 +120,12 @@ def declared_by(pattern: bytes, most: int) -> Callable[[bytes], str]:
     return declared
 
 
-def undeclared(data: bytes) -> str:
-    return ""
-
-
-def of_text(declared: Callable[[bytes], str] = undeclared) -> Callable[[TextReader], Reader]:
+def of_text(declared: Callable[[bytes], str] | None = None) -> Callable[[TextReader], Reader]:
     """Make a reader of bytes of one that reads text. `declared` finds the encoding that a file states."""
 
     def decorate(read: TextReader) -> Reader:
         def read_bytes(source: str, data: bytes) -> list[Document]:
-            content, notes = decode(data, declared(data))
+            content, notes = decode(data, declared(data) if declared else "")
             if not content.strip():
                 raise EmptyFile("empty")
             first, *others = read(source, content)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 from kvtool.core.corpus.readers.document import Document, cleaned, embedded_note, joined, without_data_uris
-from kvtool.core.corpus.readers.encoding import Reader, declared_by, of_text, undeclared
+from kvtool.core.corpus.readers.encoding import Reader, declared_by, of_text
 
 # how XML, style sheets, scripts and catalogues of translations state an encoding
 _DECLARED = declared_by(rb"""(?:coding|charset)[ \t]*+[:=]?[ \t]*+["']?([\w.-]++)""", 512)
@@ -57,7 +57,7 @@ def _referenced(found: re.Match[str]) -> str:
 
 
 def _reader(
-    kind: str, declared: Callable[[bytes], str] = undeclared, unescape: Callable[[str], str] | None = None
+    kind: str, declared: Callable[[bytes], str] | None = None, unescape: Callable[[str], str] | None = None
 ) -> Reader:
     """Make a reader of texts of a kind. Those with escapes hold data in base64, too."""
 
@@ -71,5 +71,5 @@ read = _reader("text")
 read_markdown = _reader("markdown")
 read_table = _reader("table")
 read_code = _reader("code", _DECLARED)
-read_json = _reader("code", undeclared, partial(_ESCAPE.sub, _escaped))
+read_json = _reader("code", None, partial(_ESCAPE.sub, _escaped))
 read_xml = _reader("code", _DECLARED, partial(_ENTITY.sub, _referenced))
