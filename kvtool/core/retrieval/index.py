@@ -7,6 +7,7 @@ import json
 import secrets
 import shutil
 import time
+from bisect import bisect_right
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from functools import cached_property
@@ -81,11 +82,8 @@ class Index:
         return range(offset + span.start, offset + span.stop)
 
     def _place(self, row: int) -> tuple[int, int]:
-        for number, segment in enumerate(self.segments):
-            if row < len(segment):
-                return number, row
-            row -= len(segment)
-        raise IndexError("no such row")
+        number = bisect_right(offsets := self.offsets, row) - 1
+        return number, row - offsets[number]
 
     @property
     def documents(self) -> int:
@@ -191,11 +189,11 @@ class Index:
                     path.unlink()
 
     @classmethod
-    def open(cls, folder: Path) -> Index | None:
+    def open(cls, folder: Path) -> Index:
         for _ in range(_TRIES):
             with suppress(FileNotFoundError):  # another process has just kept another one
                 return cls._open(folder)
-        return None
+        return cls.empty()
 
     @classmethod
     def _open(cls, folder: Path) -> Index:
@@ -236,7 +234,7 @@ def index_of(store: Store, warn: Warn = warn_nobody) -> Index:
 
 def _kept(folder: Path, warn: Warn) -> Index:
     try:
-        return Index.open(folder) or Index.empty()
+        return Index.open(folder)
     except DamagedError as error:
         warn(f"the retrieval index is damaged and was made anew: {error.message}", "")
         with suppress(OSError):  # read-only: then it is built every time

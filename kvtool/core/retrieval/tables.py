@@ -35,6 +35,14 @@ class Tables:
         return self.arrays[name]
 
 
+def positions_in(ascending: Array, keys: Array) -> Array:
+    """Positions of keys in an ascending table, int64 `[keys]`; -1 for a missing one."""
+    at = np.searchsorted(ascending, keys)
+    known = at < len(ascending)
+    known[known] = ascending[at[known]] == keys[known]
+    return np.where(known, at, -1)
+
+
 def write_tables(path: Path, arrays: Mapping[str, Array], texts: Mapping[str, str]) -> None:
     """Write a file that appears whole or not at all: safetensors, followed by a digest. Raises OSError."""
     data = save({name: np.ascontiguousarray(array) for name, array in arrays.items()}, dict(texts))
