@@ -118,7 +118,11 @@ def _with_headers(document: Document, spans: list[Span], tables: list[_Table]) -
         parts += [text[span.start : at], header, text[at : span.end]] if header else [text[span.start : span.end]]
         moved.append(Span(span.start + added, span.end + added + len(header)))
         added += len(header)
-    marks = tuple(_moved(document.marks or line_marks(text), inserted)) if inserted else document.marks
+    if not inserted:
+        return document, spans
+    ends, sums = [at for at, _ in inserted], [0, *accumulate(length for _, length in inserted)]
+    marks = document.marks or line_marks(text)
+    marks = tuple(Mark(mark.start + sums[bisect_left(ends, mark.start)], mark.place) for mark in marks)
     return replace(document, text="".join(parts), marks=marks), moved
 
 
@@ -130,16 +134,6 @@ def _row_starts(document: Document, spans: Iterable[Span]) -> Iterator[int]:
         part = text[span.start : span.end]
         at = span.start + len(part) - len(part.lstrip())
         yield -1 if _row_at(rows, at) or text[text.rfind("\n", 0, at) + 1 : at].strip() else at
-
-
-def _moved(marks: Iterable[Mark], inserted: Sequence[tuple[int, int]]) -> Iterator[Mark]:
-    added, before = 0, iter([*inserted, (2**63, 0)])
-    at, length = next(before)
-    for mark in marks:
-        while at < mark.start:
-            added += length
-            at, length = next(before)
-        yield Mark(mark.start + added, mark.place)
 
 
 def line_marks(text: str) -> Iterator[Mark]:

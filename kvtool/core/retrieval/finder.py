@@ -217,11 +217,8 @@ class Finder:
 
     def named(self, chunks: Sequence[str], documents: Sequence[str]) -> list[Hit]:
         """Look up chunks by name, or all chunks of documents. Raises UsageError."""
-        hits: list[Hit] = []
-        for name in chunks or documents:
-            places = self.places.of_chunks(name) if chunks else self.places.of_document(name)
-            hits += [Hit(place, math.nan) for place in places]
-        return hits
+        passages_of = self.places.of_chunks if chunks else self.places.of_document
+        return [Hit(passage, math.nan) for name in chunks or documents for passage in passages_of(name)]
 
     def _best(self, search: Search, question: str, count: int, options: RetrievalOptions) -> list[Hit]:
         meaning = self._meaning(options)

@@ -152,12 +152,9 @@ class Index:
             segment.bury(np.array([number]))
 
     def _documents_of(self, key: bytes) -> dict[str, tuple[IndexSegment, int]]:
-        places = {}
-        if key in self._files:
-            for segment in self.segments:
-                for number in segment.documents_of(key).tolist():
-                    places[segment.source(number)] = segment, number
-        return places
+        segments = self.segments if key in self._files else []
+        places = ((segment, number) for segment in segments for number in segment.documents_of(key).tolist())
+        return {segment.source(number): (segment, number) for segment, number in places}
 
     def _merge(self) -> None:
         """Merge segments so that each is several times as large as the next and most of it is living."""
