@@ -91,13 +91,12 @@ def plugin_of(path: PurePath) -> Plugin | None:
 
 def library_of(path: PurePath) -> str:
     known = _BY_ENDING.get(ending_of(without_gz(path)))
-    library = "" if known is None else known.library
-    if not library:
+    if known is None or not known.library:
         return ""
     try:
-        return f"{library} {version(library)}"
+        return f"{known.library} {version(known.library)}"
     except PackageNotFoundError:
-        return f"no {library}"
+        return f"no {known.library}"
 
 
 def missing_inside(path: PurePath) -> list[str]:
