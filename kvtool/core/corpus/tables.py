@@ -201,8 +201,7 @@ def _is_heading(row: Sequence[str], body: Sequence[Sequence[str]]) -> bool:
         return False
     numbers = [int(cell) for cell in named if cell.isdecimal() and len(cell) < 9]
     counts = len(named) > len(numbers) > 2 and numbers == [*range(numbers[0], numbers[0] + len(numbers))]
-    for column, cell in enumerate(row):
-        below = _cells_of(body, column)
+    for cell, below in _columns(row, body):
         alike = sum(_shape(other) == _shape(cell) for other in below) * 2 > len(below)
         if cell in below and not counts:
             return False
@@ -212,16 +211,14 @@ def _is_heading(row: Sequence[str], body: Sequence[Sequence[str]]) -> bool:
 
 
 def _heads_numbers(row: Sequence[str], body: Sequence[Sequence[str]]) -> bool:
-    heads = set()
-    for column, cell in enumerate(row):
-        below = _cells_of(body, column)
-        if cell and sum(_shape(other) == "0" for other in below) * 2 > len(below):
-            heads.add(cell)
+    columns = ((cell, below) for cell, below in _columns(row, body) if cell)
+    heads = {cell for cell, below in columns if sum(_shape(other) == "0" for other in below) * 2 > len(below)}
     return len(heads) > 1 and not any("0" in _shape(cell) for cell in heads)
 
 
-def _cells_of(body: Sequence[Sequence[str]], column: int) -> list[str]:
-    return [row[column] for row in body if column < len(row) and row[column]]
+def _columns(row: Sequence[str], body: Sequence[Sequence[str]]) -> Iterator[tuple[str, list[str]]]:
+    for column, cell in enumerate(row):
+        yield cell, [other[column] for other in body if column < len(other) and other[column]]
 
 
 @lru_cache(1024)
