@@ -99,7 +99,7 @@ class Grid:
         self.covered: dict[int, tuple[int, str]] = {}  # column → rows that a cell above still covers, its label
         self._longest = longest_label
 
-    def row(self, cells: Iterable[tuple[str, int, int]]) -> list[str]:
+    def row(self, cells: Iterable[tuple[str, int, int]]) -> str:
         texts = {column: text for column, (_, text) in self.covered.items()}
         self.covered = {column: (left - 1, text) for column, (left, text) in self.covered.items() if left > 1}
         column = 0
@@ -111,7 +111,7 @@ class Grid:
                 text = text if len(text) <= self._longest else ""
                 if height > 1:
                     self.covered[covered] = height - 1, text
-        return [texts.get(column, "") for column in range(max(texts, default=-1) + 1)]
+        return table_row(texts.get(column, "") for column in range(max(texts, default=-1) + 1))
 
 
 @contextmanager

@@ -11,14 +11,7 @@ from html import escape, unescape
 from xml.etree import ElementTree
 
 from kvtool.core.common.marks import Mark
-from kvtool.core.corpus.readers.document import (
-    Document,
-    EmptyFile,
-    Grid,
-    shortened_references,
-    table_row,
-    without_data_uris,
-)
+from kvtool.core.corpus.readers.document import Document, EmptyFile, Grid, shortened_references, without_data_uris
 from kvtool.core.corpus.readers.encoding import declared_by, decode, of_text
 from kvtool.core.corpus.readers.equations import linear
 
@@ -364,7 +357,7 @@ class _Page:
             covered.clear()
             for cell in cells:
                 cell.rows = cell.columns = 1
-        row = table_row(table.grid.row((cell.label(), cell.columns, cell.rows) for cell in cells))
+        row = table.grid.row((cell.label(), cell.columns, cell.rows) for cell in cells)
         if any(block.form != "row" for block in blocks):
             self.blocks.append(_Block("row", row, blocks[0].line))
         self.blocks += (block for block in blocks if block.form == "row")

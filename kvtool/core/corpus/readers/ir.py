@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import Any
 from xml.etree.ElementTree import Element
 
-from kvtool.core.corpus.readers.document import Document, Grid, joined, table_row
+from kvtool.core.corpus.readers.document import Document, Grid, joined
 from kvtool.core.corpus.readers.html import raised
 
 _ROMAN = {1000: "m", 900: "cm", 500: "d", 400: "cd", 100: "c", 90: "xc", 50: "l", 40: "xl", 10: "x", 9: "ix", 5: "v"}
@@ -123,8 +123,7 @@ def counter(count: int, style: str) -> str:
 def rows(table: Iterable[Iterable[Cell]]) -> Iterator[str]:
     grid = Grid(LONGEST_LABEL)
     for row in table:
-        bounded = ((text, min(_MOST_SPAN, width), min(_MOST_SPAN, height)) for text, width, height in row)
-        yield table_row(grid.row(bounded))
+        yield grid.row((text, min(_MOST_SPAN, width), min(_MOST_SPAN, height)) for text, width, height in row)
 
 
 def framed(source: str, texts: Iterable[str | list[str]], margins: Iterable[Piece], notes: tuple[str, ...]) -> Document:
