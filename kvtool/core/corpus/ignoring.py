@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvtool.core.common.files import read_regular
 
@@ -140,13 +140,16 @@ def _read(path: Path) -> GitIgnoreSpec | None:
         return None
     from pathspec import GitIgnoreSpec
 
+    patterns: list[Any] = []
     with warnings.catch_warnings():  # `re` warns of `[[`, which is any other character to git
         warnings.simplefilter("ignore", FutureWarning)
-        spec = GitIgnoreSpec.from_lines(line for line in lines if len(line) <= _LONGEST_LINE and _is_pattern(line))
-        for pattern in spec.patterns:
+        for line in (line for line in lines if len(line) <= _LONGEST_LINE):
+            with suppress(ValueError, re.error):  # a range that runs backwards is compiled unchanged
+                patterns += GitIgnoreSpec.from_lines([line]).patterns
+        for pattern in patterns:
             if pattern.regex is not None:
                 pattern.regex = re.compile(_linear(pattern.regex.pattern))
-    return spec
+    return GitIgnoreSpec(patterns)
 
 
 def _linear(regex: str) -> str:
@@ -168,14 +171,3 @@ def _with_short_stars(part: str) -> str:
         return first
     *middle, last = others
     return first + "".join(f"(?>[^/]*?{piece})" for piece in middle) + _STAR + last
-
-
-@cache
-def _is_pattern(line: str) -> bool:
-    from pathspec import GitIgnoreSpec
-
-    try:
-        GitIgnoreSpec.from_lines([line])
-    except (ValueError, re.error):  # a range that runs backwards is compiled unchanged
-        return False
-    return True

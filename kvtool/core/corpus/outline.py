@@ -260,10 +260,8 @@ class _Outliner:
             self._in_fence(start, blank)
         elif blank:
             self._gap = True
-        elif self._code:
-            self._code_line(start)
         else:
-            self._prose_line(start, end)
+            self._filled_line(start, end)
 
     def finished(self) -> list[_Block]:
         for block, after in pairwise(self._blocks):
@@ -281,13 +279,7 @@ class _Outliner:
             if match and match[1].startswith(self._fence):
                 self._fence, self._gap = "", False
 
-    def _code_line(self, start: int) -> None:
-        if self._gap or not self._blocks:
-            self._begin(start, "code", Level.LINE if _is_inner(self._text, start) else Level.PARAGRAPH)
-        else:
-            self._blocks[-1].lines.append(start)
-
-    def _prose_line(self, start: int, end: int) -> None:
+    def _filled_line(self, start: int, end: int) -> None:
         last = self._blocks[-1] if self._blocks else None
         if self._is_underline(start, last):
             assert last is not None
@@ -296,16 +288,16 @@ class _Outliner:
             return
         form = self._form(start, end)
         if self._gap or last is None or last.form != form or form in ("heading", "fence"):
-            level = Level.PARAGRAPH if self._gap else Level.LINE
-            self._begin(start, form, Level.SECTION if form == "heading" else level)
+            is_inner = not self._gap or (form == "code" and _is_inner(self._text, start))
+            level = Level.SECTION if form == "heading" else Level.LINE if is_inner else Level.PARAGRAPH
+            self._blocks.append(_Block(start, level, form, [start]))
+            self._gap = False
         else:
             last.lines.append(start)
 
-    def _begin(self, start: int, form: str, level: Level) -> None:
-        self._blocks.append(_Block(start, level, form, [start]))
-        self._gap = False
-
     def _form(self, start: int, end: int) -> str:
+        if self._code:
+            return "code"
         fence = _FENCE.match(self._text, start)
         if fence and self._marked:
             self._fence = fence[1]

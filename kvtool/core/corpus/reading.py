@@ -221,7 +221,7 @@ class Child:
         if not is_late:
             with suppress(subprocess.TimeoutExpired):
                 code = self._process.wait(5)
-        if is_late or (code is not None and code == -signal.SIGALRM):
+        if is_late or code == -signal.SIGALRM:
             why = f"takes over {self._bounds.seconds:g} s to read", "`--read-timeout 10m` allows more"
             return _Ended(why, late=True)
         why = f"damaged: what reads it has crashed (code {code})", "open it in its own program and save it anew"

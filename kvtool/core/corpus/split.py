@@ -99,7 +99,7 @@ class _Work:
 
     def packed(self, pieces: list[Unit], limits: _Limits) -> list[Group]:
         ready, sizes = self.sized(pieces)
-        groups = _grouped(ready, _Packer(self.text, ready, sizes, limits).starts())
+        groups = _Packer(self.text, ready, sizes, limits).groups()
         while True:
             counts = self.count([self._stripped(group) for group in groups])
             parts = [
@@ -139,8 +139,7 @@ class _Work:
         sizes = [piece.end - piece.start for piece in pieces]
         total = sum(sizes)
         most = max(1, min(total - 1, total * self.most // count))
-        starts = _Packer(self.text, pieces, sizes, _Limits(most, most * 3 // 8, total)).starts()
-        return _grouped(pieces, starts)
+        return _Packer(self.text, pieces, sizes, _Limits(most, most * 3 // 8, total)).groups()
 
     def _without_tiny_tail(self, groups: list[Group], counts: list[int], limits: _Limits) -> list[Group]:
         if len(groups) < 2 or counts[-1] >= min(limits.least, limits.section):
@@ -152,17 +151,17 @@ class _Work:
 
 
 class _Packer:
-    def __init__(self, text: str, units: Sequence[Unit], sizes: Sequence[int], limits: _Limits) -> None:
+    def __init__(self, text: str, units: list[Unit], sizes: Sequence[int], limits: _Limits) -> None:
         self._text = text
         self._units = units
         self._sums = [0, *accumulate(sizes)]  # tokens before each unit, and the total at the end
         self._limits = limits
 
-    def starts(self) -> list[int]:
-        starts = [0]
-        while (after := self._next_start(starts[-1])) < len(self._units):
-            starts.append(after)
-        return starts
+    def groups(self) -> list[Group]:
+        edges = [0]
+        while edges[-1] < len(self._units):
+            edges.append(self._next_start(edges[-1]))
+        return [self._units[start:end] for start, end in pairwise(edges)]
 
     def _next_start(self, first: int) -> int:
         limits, count = self._limits, len(self._units)
@@ -202,11 +201,6 @@ class _Packer:
             return equals[0]
         texts = {i: self._text[self._units[i - 1].start : self._units[i - 1].end] for i in equals}
         return min(equals, key=lambda i: blake2b(texts[i].encode("utf-8", "surrogatepass"), digest_size=8).digest())
-
-
-def _grouped(pieces: list[Unit], starts: list[int]) -> list[Group]:
-    edges = [*starts, len(pieces)]
-    return [pieces[a:b] for a, b in pairwise(edges)]
 
 
 # how a method cuts a text, and from which eighth of a chunk on it seeks a boundary, and begins a new one at a heading

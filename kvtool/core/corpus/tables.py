@@ -118,7 +118,11 @@ def _with_headers(document: Document, spans: list[Span], tables: list[_Table]) -
         parts += [text[span.start : at], header, text[at : span.end]] if header else [text[span.start : span.end]]
         moved.append(Span(span.start + added, span.end + added + len(header)))
         added += len(header)
-    marks = tuple(_moved(document.marks or line_marks(text), inserted)) if inserted else document.marks
+    if not inserted:
+        return document, spans
+    ends, sums = [at for at, _ in inserted], [0, *accumulate(length for _, length in inserted)]
+    marks = document.marks or line_marks(text)
+    marks = tuple(Mark(mark.start + sums[bisect_left(ends, mark.start)], mark.place) for mark in marks)
     return replace(document, text="".join(parts), marks=marks), moved
 
 
@@ -130,16 +134,6 @@ def _row_starts(document: Document, spans: Iterable[Span]) -> Iterator[int]:
         part = text[span.start : span.end]
         at = span.start + len(part) - len(part.lstrip())
         yield -1 if _row_at(rows, at) or text[text.rfind("\n", 0, at) + 1 : at].strip() else at
-
-
-def _moved(marks: Iterable[Mark], inserted: Sequence[tuple[int, int]]) -> Iterator[Mark]:
-    added, before = 0, iter([*inserted, (2**63, 0)])
-    at, length = next(before)
-    for mark in marks:
-        while at < mark.start:
-            added += length
-            at, length = next(before)
-        yield Mark(mark.start + added, mark.place)
 
 
 def line_marks(text: str) -> Iterator[Mark]:
@@ -207,8 +201,7 @@ def _is_heading(row: Sequence[str], body: Sequence[Sequence[str]]) -> bool:
         return False
     numbers = [int(cell) for cell in named if cell.isdecimal() and len(cell) < 9]
     counts = len(named) > len(numbers) > 2 and numbers == [*range(numbers[0], numbers[0] + len(numbers))]
-    for column, cell in enumerate(row):
-        below = _cells_of(body, column)
+    for cell, below in _columns(row, body):
         alike = sum(_shape(other) == _shape(cell) for other in below) * 2 > len(below)
         if cell in below and not counts:
             return False
@@ -218,16 +211,14 @@ def _is_heading(row: Sequence[str], body: Sequence[Sequence[str]]) -> bool:
 
 
 def _heads_numbers(row: Sequence[str], body: Sequence[Sequence[str]]) -> bool:
-    heads = set()
-    for column, cell in enumerate(row):
-        below = _cells_of(body, column)
-        if cell and sum(_shape(other) == "0" for other in below) * 2 > len(below):
-            heads.add(cell)
+    columns = ((cell, below) for cell, below in _columns(row, body) if cell)
+    heads = {cell for cell, below in columns if sum(_shape(other) == "0" for other in below) * 2 > len(below)}
     return len(heads) > 1 and not any("0" in _shape(cell) for cell in heads)
 
 
-def _cells_of(body: Sequence[Sequence[str]], column: int) -> list[str]:
-    return [row[column] for row in body if column < len(row) and row[column]]
+def _columns(row: Sequence[str], body: Sequence[Sequence[str]]) -> Iterator[tuple[str, list[str]]]:
+    for column, cell in enumerate(row):
+        yield cell, [other[column] for other in body if column < len(other) and other[column]]
 
 
 @lru_cache(1024)

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from kvtool.core.common.spelling import as_on_disk
 from kvtool.core.corpus.ignoring import OWN, Roots, Rules, is_hidden, is_lock, is_secret
 from kvtool.core.corpus.options import Shard
-from kvtool.core.corpus.readers import is_archive, is_image, kind_of
+from kvtool.core.corpus.readers import kind_of
 from kvtool.core.corpus.reading import Reading
 from kvtool.core.errors import UsageError
 
@@ -279,11 +279,11 @@ def _matches(below: str, patterns: tuple[str, ...]) -> bool:
 
 
 def _not_text(path: Path) -> str:
-    if is_image(path):
-        return "images are not read, with any model: text only"
-    if is_archive(path):
-        return "archives are not read: unpack it, and name the folder"
-    return f"{path.suffix} files are not read: convert it to text first"
+    why = {
+        "image": "images are not read, with any model: text only",
+        "archive": "archives are not read: unpack it, and name the folder",
+    }
+    return why.get(kind_of(path), f"{path.suffix} files are not read: convert it to text first")
 
 
 def _reason(error: OSError) -> str:

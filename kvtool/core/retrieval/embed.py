@@ -21,7 +21,7 @@ from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.errors import DamagedError, ModelError
 from kvtool.core.retrieval.index import Index, beginnings
 from kvtool.core.retrieval.passages import Passage
-from kvtool.core.retrieval.tables import Array, open_tables, write_tables
+from kvtool.core.retrieval.tables import Array, open_tables, positions_in, write_tables
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
@@ -198,28 +198,19 @@ class Vectors:
             warn(f"the vectors of the chunks are damaged and are made anew: {error}", "")
         return cls(np.empty(0, np.uint64), np.empty((0, 0), np.float16))
 
-    def places(self, wanted: Array) -> Array:
-        """Rows of these keys' vectors; -1 for a missing vector."""
-        at = np.searchsorted(self.keys, wanted)
-        known = at < len(self.keys)
-        known[known] = self.keys[at[known]] == wanted[known]
-        return np.where(known, at, -1)
-
     def update(self, wanted: Array, encode: Callable[[Array], Array]) -> bool:
         """Keep the vectors of these keys and no others; returns whether something changed."""
         unique, first = np.unique(wanted, return_index=True)
-        places = self.places(unique)
+        places = positions_in(self.keys, unique)
         missing = np.flatnonzero(places < 0)
-        if not len(missing) and len(unique) == len(self.keys):
+        if len(missing):
+            rows = encode(first[missing]).astype(np.float16)
+            # of no vectors the width is not known
+            self.rows = np.concatenate((self.rows, rows)) if len(self.rows) else rows
+            places[missing] = np.arange(len(self.rows) - len(rows), len(self.rows))
+        elif len(unique) == len(self.keys):
             return False
-        made = encode(first[missing]).astype(np.float16) if len(missing) else None
-        width = made.shape[1] if made is not None else self.rows.shape[1]
-        rows, kept = np.empty((len(unique), width), np.float16), places >= 0
-        if kept.any():
-            rows[kept] = self.rows[places[kept]]
-        if made is not None:
-            rows[missing] = made
-        self.keys, self.rows = unique, rows
+        self.keys, self.rows = unique, self.rows[places]
         return True
 
     def likeness(self, places: Array, question: Array) -> Array:
@@ -247,7 +238,7 @@ def keys_of(index: Index) -> Array:
 class Meaning:
     def __init__(self, embedder: Embeds, vectors: Vectors, index: Index) -> None:
         self._embedder, self._vectors = embedder, vectors
-        self._places = vectors.places(keys_of(index))
+        self._places = positions_in(vectors.keys, keys_of(index))
 
     @classmethod
     def of(

@@ -198,7 +198,11 @@ class Finder:
             if is_asked and not self._is_search(search, question, options):
                 raise NothingFoundError(*_NOTHING)
             count = options.top_k if prefer is None else options.top_k + _TIES
-            hits = self._best(search, question, count, options)
+            meaning = self._meaning(options)
+            like = meaning(question) if meaning is not None else None
+            hits = search.best(question, count, like, words=options.retriever != "dense")
+            if not hits:
+                raise NothingFoundError(*_NOTHING)
             hits = hits if prefer is None else recent_first(hits, prefer)[: options.top_k]
             if not options.min_score or options.retriever == "dense":
                 return Found(hits, 0, corrections)
@@ -217,19 +221,8 @@ class Finder:
 
     def named(self, chunks: Sequence[str], documents: Sequence[str]) -> list[Hit]:
         """Look up chunks by name, or all chunks of documents. Raises UsageError."""
-        hits: list[Hit] = []
-        for name in chunks or documents:
-            places = self.places.of_chunks(name) if chunks else self.places.of_document(name)
-            hits += [Hit(place, math.nan) for place in places]
-        return hits
-
-    def _best(self, search: Search, question: str, count: int, options: RetrievalOptions) -> list[Hit]:
-        meaning = self._meaning(options)
-        like = meaning(question) if meaning is not None else None
-        hits = search.best(question, count, like, words=options.retriever != "dense")
-        if not hits:
-            raise NothingFoundError(*_NOTHING)
-        return hits
+        passages_of = self.places.of_chunks if chunks else self.places.of_document
+        return [Hit(passage, math.nan) for name in chunks or documents for passage in passages_of(name)]
 
     def _is_search(self, search: Search, question: str, options: RetrievalOptions) -> bool:
         """Whether a question has a word of some chunk, stop words and greetings aside; vectors need none."""

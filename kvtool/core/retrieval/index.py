@@ -7,7 +7,8 @@ import json
 import secrets
 import shutil
 import time
-from collections.abc import Collection, Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -81,11 +82,8 @@ class Index:
         return range(offset + span.start, offset + span.stop)
 
     def _place(self, row: int) -> tuple[int, int]:
-        for number, segment in enumerate(self.segments):
-            if row < len(segment):
-                return number, row
-            row -= len(segment)
-        raise IndexError("no such row")
+        number = bisect_right(offsets := self.offsets, row) - 1
+        return number, row - offsets[number]
 
     @property
     def documents(self) -> int:
@@ -120,12 +118,19 @@ class Index:
 
     def update(self, store: Store) -> None:
         """Index what changed since the index's revision. Raises DamagedError."""
+        read = 0  # characters
+
+        def number_of_batch(document: MarkedDocument) -> int:
+            nonlocal read
+            read += len(document.entry.text)
+            return read // _TEXT_AT_ONCE
+
         with store.view():
             self.revision = store.documents_revision()
             now = store.file_marks()
             changed = [key for key, mark in now.items() if self._files.get(key) != mark]
             added = (document for key in changed for document in self._changed(store, key))
-            segments = [IndexSegment.build(some) for some in _batches(added)]
+            segments = [IndexSegment.build([*batch]) for _, batch in itertools.groupby(added, number_of_batch)]
         for key, segment in itertools.product(self._files.keys() - now.keys(), self.segments):
             segment.bury(segment.documents_of(key))
         self._files = now
@@ -147,12 +152,9 @@ class Index:
             segment.bury(np.array([number]))
 
     def _documents_of(self, key: bytes) -> dict[str, tuple[IndexSegment, int]]:
-        places = {}
-        if key in self._files:
-            for segment in self.segments:
-                for number in segment.documents_of(key).tolist():
-                    places[segment.source(number)] = segment, number
-        return places
+        segments = self.segments if key in self._files else []
+        places = ((segment, number) for segment in segments for number in segment.documents_of(key).tolist())
+        return {segment.source(number): (segment, number) for segment, number in places}
 
     def _merge(self) -> None:
         """Merge segments so that each is several times as large as the next and most of it is living."""
@@ -184,11 +186,11 @@ class Index:
                     path.unlink()
 
     @classmethod
-    def open(cls, folder: Path) -> Index | None:
+    def open(cls, folder: Path) -> Index:
         for _ in range(_TRIES):
             with suppress(FileNotFoundError):  # another process has just kept another one
                 return cls._open(folder)
-        return None
+        return cls.empty()
 
     @classmethod
     def _open(cls, folder: Path) -> Index:
@@ -212,19 +214,6 @@ def beginnings(ids: Array) -> Array:
     return np.ascontiguousarray(ids[:, :8]).view(np.uint64)[:, 0]
 
 
-def _batches(documents: Iterable[MarkedDocument]) -> Iterator[list[MarkedDocument]]:
-    batch: list[MarkedDocument] = []
-    size = 0
-    for document in documents:
-        batch.append(document)
-        size += len(document.entry.text)
-        if size >= _TEXT_AT_ONCE:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
 def index_of(store: Store, warn: Warn = warn_nobody) -> Index:
     """Open the store's index and bring it up to date; a damaged one is built again. Raises DamagedError for a
     document."""
@@ -242,7 +231,7 @@ def index_of(store: Store, warn: Warn = warn_nobody) -> Index:
 
 def _kept(folder: Path, warn: Warn) -> Index:
     try:
-        return Index.open(folder) or Index.empty()
+        return Index.open(folder)
     except DamagedError as error:
         warn(f"the retrieval index is damaged and was made anew: {error.message}", "")
         with suppress(OSError):  # read-only: then it is built every time

@@ -14,7 +14,7 @@ import numpy as np
 from kvtool.core.retrieval.index import Index
 from kvtool.core.retrieval.passages import Hit, Passage
 from kvtool.core.retrieval.segment import IndexSegment, key_of
-from kvtool.core.retrieval.tables import Array
+from kvtool.core.retrieval.tables import Array, positions_in
 from kvtool.core.retrieval.terms import asked_terms, folded, near_words, typed_words, words_in
 
 _K1, _B = 1.5, 0.75
@@ -96,7 +96,7 @@ def _living_postings(segment: IndexSegment, term: str) -> tuple[Array, Array]:
 
 def _are_in(tables: Sequence[Array], keys: Array) -> Array:
     """Which keys are in one of several ascending tables, bool `[keys]`."""
-    found: Array = np.any([np.searchsorted(one, keys, "right") > np.searchsorted(one, keys) for one in tables], axis=0)
+    found: Array = np.any([positions_in(each, keys) >= 0 for each in tables], axis=0)
     return found
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvtool.core.retrieval.passages import Passage, found_by, title_of
-from kvtool.core.retrieval.tables import Array, Tables
+from kvtool.core.retrieval.tables import Array, Tables, positions_in
 from kvtool.core.retrieval.terms import LANGUAGES, folded, language_of, terms, typed_words
 
 if TYPE_CHECKING:
@@ -80,10 +80,8 @@ class Postings:
 
     def rows_of(self, keys: Array) -> Array:
         """The rows of several terms one after the other; the keys ascend, each is given once (uint64)."""
-        at = np.searchsorted(self.keys, keys)
-        known = at < len(self.keys)
-        known[known] = self.keys[at[known]] == keys[known]
-        spans = [self.rows[self.offsets[term] : self.offsets[term + 1]] for term in at[known].tolist()]
+        at = positions_in(self.keys, keys)
+        spans = [self.rows[self.offsets[term] : self.offsets[term + 1]] for term in at[at >= 0].tolist()]
         return np.concatenate(spans) if spans else self.rows[:0]
 
     def to_arrays(self, name: str) -> dict[str, Array]:

@@ -94,8 +94,8 @@ class Spotter:
             if chunk_id not in read:
                 read[chunk_id] = np.asarray(self._read(chunk_id), np.uint32)
             own = read[chunk_id]
-            at = _anchor(len(own), self._anchors, which)
-            if at is not None and reached.get((chunk_id, place - at), 0) <= place:
+            anchors = _anchors(len(own), self._anchors)
+            if which < len(anchors) and reached.get((chunk_id, place - (at := anchors[which])), 0) <= place:
                 span = _extended(prompt, place, chunk_id, own, at, end if left <= 0 else 0)
                 reached[chunk_id, place - at] = span.stop
                 spans.append(span)
@@ -122,21 +122,13 @@ class Spotter:
                 yield place, entry
 
 
-def _anchors(tokens: int, most: int) -> Iterator[int]:
-    """Yield where the anchors of a chunk begin: after the first seam, before the last one, and between them."""
-    which = 0
-    while (at := _anchor(tokens, most, which)) is not None:
-        yield at
-        which += 1
-
-
-def _anchor(tokens: int, most: int, which: int) -> int | None:
-    """Where one of a chunk's anchors begins; None: it has fewer."""
+def _anchors(tokens: int, most: int) -> list[int]:
+    """Where the anchors of a chunk begin: after the first seam, before the last one, and between them."""
     last = tokens - WIDTH - SEAM
     if last < SEAM:
-        return (tokens - WIDTH) // 2 if tokens >= FEWEST and which == 0 else None
+        return [(tokens - WIDTH) // 2] if tokens >= FEWEST else []
     count = min(most, 1 + (last - SEAM) // FEWEST)
-    return SEAM + (last - SEAM) * which // max(1, count - 1) if which < count else None
+    return [SEAM + (last - SEAM) * which // max(1, count - 1) for which in range(count)]
 
 
 def _hashes(columns: NDArray[np.uint32]) -> NDArray[np.uint64]:

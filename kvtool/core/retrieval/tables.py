@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import secrets
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from safetensors.numpy import save
 
 from kvtool.core.cache.side_files import check_table, tail_of
 from kvtool.core.cache.space import check_file
-from kvtool.core.common.files import new_file
+from kvtool.core.common.files import replace_file
 from kvtool.core.common.json_text import parsed
 from kvtool.core.errors import DamagedError
 
@@ -36,18 +35,19 @@ class Tables:
         return self.arrays[name]
 
 
+def positions_in(ascending: Array, keys: Array) -> Array:
+    """Positions of keys in an ascending table, int64 `[keys]`; -1 for a missing one."""
+    at = np.searchsorted(ascending, keys)
+    known = at < len(ascending)
+    known[known] = ascending[at[known]] == keys[known]
+    return np.where(known, at, -1)
+
+
 def write_tables(path: Path, arrays: Mapping[str, Array], texts: Mapping[str, str]) -> None:
     """Write a file that appears whole or not at all: safetensors, followed by a digest. Raises OSError."""
     data = save({name: np.ascontiguousarray(array) for name, array in arrays.items()}, dict(texts))
-    temporary = path.with_name(f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
-    try:
-        check_file(path.parent, len(data))
-        with new_file(temporary) as file:
-            file.write(data)
-            file.write(tail_of(data))
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    check_file(path.parent, len(data))
+    replace_file(path, data + tail_of(data))
 
 
 def open_tables(path: Path) -> Tables:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePath
 from typing import NamedTuple
@@ -33,28 +34,13 @@ from kvtool.core.corpus.readers.encoding import Reader
 
 
 class _Format(NamedTuple):
-    """Lower-case `endings`, or names of files without one. `is_bounded`: a separate process reads the file."""
+    """Lower-case `endings`, or names of files without one, with spaces between them. `is_bounded`: a separate process
+    reads the file."""
 
     read: Reader
-    endings: tuple[str, ...]
+    endings: str
     is_bounded: bool = True
     library: str = ""
-
-
-def _read_archive(source: str, data: bytes) -> list[Document]:
-    return archive.read(source, data, read_as, _unread_kind)
-
-
-def _read_mail(source: str, data: bytes) -> list[Document]:
-    return mail.read(source, data, mail.Registry(is_known, is_foreign, read_as))
-
-
-def _read_word(source: str, data: bytes) -> list[Document]:
-    return word.read(source, data, read_as)
-
-
-def _read_outlook(source: str, data: bytes) -> list[Document]:
-    return outlook.read(source, data, mail.Registry(is_known, is_foreign, read_as))
 
 
 _IMAGES = frozenset(
@@ -75,61 +61,24 @@ _FOREIGN = (
     *".npy .npz .pt .pth .ckpt .pkl .pickle .joblib .safetensors .gguf .onnx".split(),
 )
 _TEXT = (
-    *".txt .text .log .rst .rest .adoc .asciidoc .org .bib .nfo .me .1st .po .pot .pod .textile .wiki".split(),
-    *"readme license licence copying authors changelog changes news notice todo install contributing".split(),
+    ".txt .text .log .rst .rest .adoc .asciidoc .org .bib .nfo .me .1st .po .pot .pod .textile .wiki readme license "
+    "licence copying authors changelog changes news notice todo install contributing"
 )
-_MARKDOWN = (".md", ".markdown", ".mdown", ".mkd", ".mkdn", ".mdx", ".rmd", ".qmd")
+_MARKDOWN = ".md .markdown .mdown .mkd .mkdn .mdx .rmd .qmd"
 _CODE = (
-    *(".py", ".pyi", ".pyx", ".ipy", ".rb", ".pl", ".pm", ".php", ".lua", ".tcl", ".r", ".jl"),
-    *(".c", ".h", ".cc", ".cpp", ".cxx", ".hh", ".hpp", ".hxx", ".inl", ".cu", ".cuh", ".m", ".mm"),
-    *(".java", ".kt", ".kts", ".scala", ".groovy", ".gradle", ".clj", ".cljs", ".edn"),
-    *(".js", ".mjs", ".cjs", ".jsx", ".ts", ".mts", ".cts", ".tsx", ".vue", ".svelte", ".astro"),
-    *(".go", ".rs", ".swift", ".zig", ".nim", ".d", ".dart", ".cs", ".fs", ".fsx", ".vb", ".pas"),
-    *(".hs", ".lhs", ".ml", ".mli", ".elm", ".ex", ".exs", ".erl", ".hrl", ".lisp", ".el", ".scm"),
-    *(".rkt", ".v", ".sv", ".vhd", ".vhdl", ".f", ".f90", ".f95", ".for", ".asm", ".s", ".sol"),
-    *(".sh", ".bash", ".zsh", ".fish", ".ps1", ".bat", ".cmd", ".awk", ".sed", ".vim", ".sql"),
-    *(".css", ".scss", ".sass", ".less", ".toml", ".ini", ".cfg", ".conf", ".proto", ".thrift", ".graphql"),
-    *(".tf", ".hcl", ".nix", ".cmake", ".mk", ".bzl", ".dockerfile", ".diff", ".patch"),
-    *("makefile", "dockerfile", "rakefile", "gemfile", "justfile", "vagrantfile", "jenkinsfile"),
+    ".py .pyi .pyx .ipy .rb .pl .pm .php .lua .tcl .r .jl .c .h .cc .cpp .cxx .hh .hpp .hxx .inl .cu .cuh .m .mm "
+    ".java .kt .kts .scala .groovy .gradle .clj .cljs .edn .js .mjs .cjs .jsx .ts .mts .cts .tsx .vue .svelte .astro "
+    ".go .rs .swift .zig .nim .d .dart .cs .fs .fsx .vb .pas .hs .lhs .ml .mli .elm .ex .exs .erl .hrl .lisp .el .scm "
+    ".rkt .v .sv .vhd .vhdl .f .f90 .f95 .for .asm .s .sol .sh .bash .zsh .fish .ps1 .bat .cmd .awk .sed .vim .sql "
+    ".css .scss .sass .less .toml .ini .cfg .conf .proto .thrift .graphql .tf .hcl .nix .cmake .mk .bzl .dockerfile "
+    ".diff .patch makefile dockerfile rakefile gemfile justfile vagrantfile jenkinsfile"
 )
-_OPENDOCUMENT = tuple(".odt .ott .fodt .ods .ots .fods .odp .otp .fodp .odg .otg .fodg .odf".split())
-_XML = ".xml .xsd .xsl .xslt .rss .atom .plist .opml .kml .gpx .dita .tei .fb2 .xlf .tmx .resx .wsdl .rdf".split()
-_FORMATS = (
-    _Format(text.read, _TEXT, is_bounded=False),
-    _Format(text.read_markdown, _MARKDOWN, is_bounded=False),
-    _Format(text.read_code, _CODE, is_bounded=False),
-    _Format(text.read_table, (".csv", ".tsv", ".tab", ".psv"), is_bounded=False),
-    _Format(
-        text.read_json, (".json", ".json5", ".geojson", ".jsonld", ".yaml", ".yml", ".properties"), is_bounded=False
-    ),
-    _Format(text.read_xml, tuple(_XML), is_bounded=False),
-    _Format(text.read_calendar, (".ics", ".ifb", ".vcf"), is_bounded=False),
-    _Format(markup.read_latex, (".tex", ".ltx", ".latex"), is_bounded=False),
-    _Format(jsonl.read, (".jsonl", ".ndjson", ".jsonlines"), is_bounded=False),
-    _Format(markup.read_subtitles, (".srt", ".vtt"), is_bounded=False),
-    _Format(markup.read_manual, (".man", ".mdoc", ".roff", ".troff", ".nroff"), is_bounded=False),
-    _Format(pdf.read, (".pdf",), library="pypdfium2"),
-    _Format(_read_word, (".docx", ".docm", ".dotx", ".dotm", ".doc", ".dot"), library="office-oxide"),
-    _Format(slides.read, tuple(".pptx .pptm .ppsx .ppsm .potx .potm .ppt .pps".split()), library="office-oxide"),
-    _Format(sheets.read, tuple(".xlsx .xlsm .xltx .xltm .xls .xlt".split()), library="xlrd"),
-    _Format(opendocument.read, _OPENDOCUMENT),
-    _Format(rtf.read, (".rtf",)),
-    _Format(epub.read, (".epub",)),
-    _Format(_read_mail, (".eml", ".mbox", ".emlx")),
-    _Format(_read_outlook, (".msg", ".oft"), library="olefile"),
-    _Format(notebook.read, (".ipynb",)),
-    _Format(html.read, (".html", ".htm", ".xhtml", ".shtml")),
-    _Format(mail.read_page, (".mhtml", ".mht")),
-    _Format(markup.read_svg, (".svg",)),
-    _Format(_read_archive, (".zip",)),
-)
-_BY_ENDING = {ending: each for each in _FORMATS for ending in each.endings}
-READERS: dict[str, Reader] = {ending: each.read for ending, each in _BY_ENDING.items()}
-"""File ending, or name of a file without one → reader."""
-_SEVERAL = (jsonl.read, _read_mail, _read_outlook, _read_archive)  # of files that may hold several documents
+_OPENDOCUMENT = ".odt .ott .fodt .ods .ots .fods .odp .otp .fodp .odg .otg .fodg .odf"
+_XML = ".xml .xsd .xsl .xslt .rss .atom .plist .opml .kml .gpx .dita .tei .fb2 .xlf .tmx .resx .wsdl .rdf"
+_CONTAINERS = (".zip", ".eml", ".mbox", ".emlx", ".msg", ".oft")
+_SEVERAL = (*_CONTAINERS, ".jsonl", ".ndjson", ".jsonlines")  # files that may hold several documents
 REVISION = "2"  # of all readers and of the tables of chunks; another one reads every file again
 _MOST_HERE = 1 << 20  # bytes of a text that is read in this process, by readers that take linear time
-_PLUGINS = found("readers", names={ending.removeprefix(".") for ending in READERS})
 
 
 def is_known(path: PurePath) -> bool:
@@ -142,17 +91,16 @@ def plugin_of(path: PurePath) -> Plugin | None:
 
 def library_of(path: PurePath) -> str:
     known = _BY_ENDING.get(ending_of(without_gz(path)))
-    library = "" if known is None else known.library
-    if not library:
+    if known is None or not known.library:
         return ""
     try:
-        return f"{library} {version(library)}"
+        return f"{known.library} {version(known.library)}"
     except PackageNotFoundError:
-        return f"no {library}"
+        return f"no {known.library}"
 
 
 def missing_inside(path: PurePath) -> list[str]:
-    is_container = ending_of(without_gz(path)) in (".zip", ".eml", ".mbox", ".emlx", ".msg", ".oft", ".mhtml", ".mht")
+    is_container = ending_of(without_gz(path)) in (*_CONTAINERS, ".mhtml", ".mht")
     found = {library_of(PurePath(f"a{ending}")) for ending in READERS} if is_container else set[str]()
     return sorted(library for library in found if library.startswith("no "))
 
@@ -167,26 +115,16 @@ def is_foreign(path: PurePath) -> bool:
     return without_gz(path).suffix.lower() in _FOREIGN and not is_known(path)
 
 
-def is_image(path: PurePath) -> bool:
-    return path.suffix.lower() in _IMAGES
-
-
-def is_archive(path: PurePath) -> bool:
-    return path.suffix.lower() in _ARCHIVES
-
-
 def kind_of(path: PurePath) -> str:
     """Name a file that no reader takes: `image`, `archive`, another foreign ending, else `binary`."""
-    known = "image" if is_image(path) else "archive" if is_archive(path) else path.suffix.lower()
-    return known if is_foreign(path) or _is_zip(path) else "binary"
-
-
-def _is_zip(path: PurePath) -> bool:
-    return READERS.get(ending_of(path)) is _read_archive
+    ending = path.suffix.lower()
+    if not is_foreign(path) and ending != ".zip":
+        return "binary"
+    return "image" if ending in _IMAGES else "archive" if ending in _ARCHIVES else ending
 
 
 def _unread_kind(path: PurePath) -> str:
-    if is_known(path) and not _is_zip(path):
+    if is_known(path) and ending_of(path) != ".zip":
         return ""
     return {"image": "pictures", "archive": "archives"}.get(kind_of(path), "other files")
 
@@ -217,8 +155,42 @@ def file_of(source: str) -> str:
     """The file of a document: one of several is called `file.jsonl#id`, or `file.zip#name`."""
     marks = (at for at, character in enumerate(source) if character == "#")  # a name in an archive may have some
     files = (source[:at] for at in marks)
-    return next((file for file in files if READERS.get(ending_of(without_gz(PurePath(file)))) in _SEVERAL), source)
+    return next((file for file in files if ending_of(without_gz(PurePath(file))) in _SEVERAL), source)
 
 
 def source_of(path: Path) -> str:
     return Path(os.path.abspath(path)).as_posix()
+
+
+_REGISTRY = mail.Registry(is_known, is_foreign, read_as)
+_FORMATS = (
+    _Format(text.read, _TEXT, is_bounded=False),
+    _Format(text.read_markdown, _MARKDOWN, is_bounded=False),
+    _Format(text.read_code, _CODE, is_bounded=False),
+    _Format(text.read_table, ".csv .tsv .tab .psv", is_bounded=False),
+    _Format(text.read_json, ".json .json5 .geojson .jsonld .yaml .yml .properties", is_bounded=False),
+    _Format(text.read_xml, _XML, is_bounded=False),
+    _Format(text.read_calendar, ".ics .ifb .vcf", is_bounded=False),
+    _Format(markup.read_latex, ".tex .ltx .latex", is_bounded=False),
+    _Format(jsonl.read, ".jsonl .ndjson .jsonlines", is_bounded=False),
+    _Format(markup.read_subtitles, ".srt .vtt", is_bounded=False),
+    _Format(markup.read_manual, ".man .mdoc .roff .troff .nroff", is_bounded=False),
+    _Format(pdf.read, ".pdf", library="pypdfium2"),
+    _Format(partial(word.read, read_as=read_as), ".docx .docm .dotx .dotm .doc .dot", library="office-oxide"),
+    _Format(slides.read, ".pptx .pptm .ppsx .ppsm .potx .potm .ppt .pps", library="office-oxide"),
+    _Format(sheets.read, ".xlsx .xlsm .xltx .xltm .xls .xlt", library="xlrd"),
+    _Format(opendocument.read, _OPENDOCUMENT),
+    _Format(rtf.read, ".rtf"),
+    _Format(epub.read, ".epub"),
+    _Format(partial(mail.read, registry=_REGISTRY), ".eml .mbox .emlx"),
+    _Format(partial(outlook.read, registry=_REGISTRY), ".msg .oft", library="olefile"),
+    _Format(notebook.read, ".ipynb"),
+    _Format(html.read, ".html .htm .xhtml .shtml"),
+    _Format(mail.read_page, ".mhtml .mht"),
+    _Format(markup.read_svg, ".svg"),
+    _Format(partial(archive.read, read_as=read_as, kind_of=_unread_kind), ".zip"),
+)
+_BY_ENDING = {ending: each for each in _FORMATS for ending in each.endings.split()}
+READERS: dict[str, Reader] = {ending: each.read for ending, each in _BY_ENDING.items()}
+"""File ending, or name of a file without one → reader."""
+_PLUGINS = found("readers", names={ending.removeprefix(".") for ending in READERS})

@@ -92,6 +92,28 @@ def table_row(cells: Iterable[str]) -> str:
     return " | ".join(" ".join(cell.split()) for cell in cells).rstrip(" |")
 
 
+class Grid:
+    """Rows of a table whose cells (text, columns, rows) repeat their text in all that they cover, unless it is long."""
+
+    def __init__(self, longest_label: int) -> None:
+        self.covered: dict[int, tuple[int, str]] = {}  # column → rows that a cell above still covers, its label
+        self._longest = longest_label
+
+    def row(self, cells: Iterable[tuple[str, int, int]]) -> str:
+        texts = {column: text for column, (_, text) in self.covered.items()}
+        self.covered = {column: (left - 1, text) for column, (left, text) in self.covered.items() if left > 1}
+        column = 0
+        for text, width, height in cells:
+            while column in texts:
+                column += 1
+            for covered in range(column, column + max(1, width)):
+                texts[covered] = text
+                text = text if len(text) <= self._longest else ""
+                if height > 1:
+                    self.covered[covered] = height - 1, text
+        return table_row(texts.get(column, "") for column in range(max(texts, default=-1) + 1))
+
+
 @contextmanager
 def opened(what: str, library: str) -> Iterator[None]:
     """Turn whatever a format's library raises, also when it is imported, into UnreadableFile."""

@@ -109,12 +109,23 @@ _KANA, _STOPS = re.compile("[ぁ-んァ-ヺー]"), "、。，"
 _FREQUENT_COST, _KANA_COST, _COMMON_COST, _SIGN_COST, _UNCOMMON_COST = 11, 12, 18, 20, 50
 
 
-def of_text(declared: Callable[[bytes], str] = lambda data: "") -> Callable[[TextReader], Reader]:
+def declared_by(pattern: bytes, most: int) -> Callable[[bytes], str]:
+    """Make a function that finds the encoding that the first bytes of a file, at most `most`, state."""
+    charset = re.compile(pattern, re.IGNORECASE)
+
+    def declared(data: bytes) -> str:
+        match = charset.search(data, 0, most)
+        return match[1].decode("ascii", "replace") if match else ""
+
+    return declared
+
+
+def of_text(declared: Callable[[bytes], str] | None = None) -> Callable[[TextReader], Reader]:
     """Make a reader of bytes of one that reads text. `declared` finds the encoding that a file states."""
 
     def decorate(read: TextReader) -> Reader:
         def read_bytes(source: str, data: bytes) -> list[Document]:
-            content, notes = decode(data, declared(data))
+            content, notes = decode(data, declared(data) if declared else "")
             if not content.strip():
                 raise EmptyFile("empty")
             first, *others = read(source, content)

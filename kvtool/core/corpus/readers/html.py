@@ -11,11 +11,11 @@ from html import escape, unescape
 from xml.etree import ElementTree
 
 from kvtool.core.common.marks import Mark
-from kvtool.core.corpus.readers.document import Document, EmptyFile, shortened_references, table_row, without_data_uris
-from kvtool.core.corpus.readers.encoding import decode, of_text
+from kvtool.core.corpus.readers.document import Document, EmptyFile, Grid, shortened_references, without_data_uris
+from kvtool.core.corpus.readers.encoding import declared_by, decode, of_text
 from kvtool.core.corpus.readers.equations import linear
 
-_CHARSET = re.compile(rb"""<(?:meta|\?xml)[^>]*?(?:charset|encoding)\s*+=\s*+["']?\s*+([\w.:-]++)""", re.I)
+declared_encoding = declared_by(rb"""<(?:meta|\?xml)[^>]*?(?:charset|encoding)\s*+=\s*+["']?\s*+([\w.:-]++)""", 4096)
 
 _UNSEEN = frozenset(
     "script style template noscript svg iframe canvas object datalist annotation annotation-xml".split()
@@ -50,11 +50,6 @@ _MARK = re.compile(r"[^\W\d_]|\d{1,3}(?:[\s,;–-]+\d{1,3})*|[ivx]{1,5}")  # of 
 _TABLE = frozenset(("table", "thead", "tbody", "tfoot", "tr", "td", "th"))
 _ALL_ROWS = 65_534
 _LONGEST_PROSE = 500  # characters of a cell's paragraphs that are still a row's
-
-
-def declared_encoding(data: bytes) -> str:
-    match = _CHARSET.search(data[:4096])
-    return match[1].decode("ascii", "replace") if match else ""
 
 
 @of_text(declared_encoding)
@@ -113,27 +108,7 @@ class _Cell:
 class _Table:
     cells: list[_Cell] | None = None  # of the open row; None between rows
     outer: tuple[list[_Block], list[int]] | None = None  # blocks and lists around the open cell; None between cells
-    spans: dict[int, tuple[int, str]] = field(default_factory=dict)  # column → rows that a cell above covers, its label
-
-    def placed(self, cells: Sequence[_Cell]) -> list[str]:
-        row: list[str] = []
-        for cell in cells:
-            self._carry(row)
-            label = cell.label()
-            for number in range(cell.columns):
-                if cell.rows > 1:
-                    self.spans[len(row)] = cell.rows - 1, label if len(label) <= _LONGEST_LABEL else ""
-                row.append("" if number and len(label) > _LONGEST_LABEL else label)
-        for column in sorted(column for column in self.spans if column >= len(row)):
-            row += [""] * (column - len(row))
-            self._carry(row)
-        return row
-
-    def _carry(self, row: list[str]) -> None:
-        while (span := self.spans.pop(len(row), None)) is not None:
-            if span[0] > 1:
-                self.spans[len(row)] = span[0] - 1, span[1]
-            row.append(span[1])
+    grid: Grid = field(default_factory=lambda: Grid(_LONGEST_LABEL))
 
 
 class _Page:
@@ -343,7 +318,7 @@ class _Page:
             self._end_row()
             table.cells = [] if tag == "tr" else None
             if tag != "tr":
-                table.spans.clear()
+                table.grid.covered.clear()
 
     def _close_table(self, tag: str) -> None:
         if not self._tables:
@@ -370,20 +345,21 @@ class _Page:
         if cells is None:
             return
         blocks = [block for cell in cells for block in cell.blocks]
-        if not table.spans and _lays_out(cells, blocks):
+        covered = table.grid.covered
+        if not covered and _lays_out(cells, blocks):
             self.blocks += blocks
             return
-        if len(cells) == 1 and not table.spans:
+        if len(cells) == 1 and not covered:
             cells[0].columns = 1
         cost = sum((len(cell.label()) + 3) * cell.columns for cell in cells)
-        self._spare -= cost + sum(len(label) + 3 for _, label in table.spans.values())
+        self._spare -= cost + sum(len(label) + 3 for _, label in covered.values())
         if self._spare < 0:
-            table.spans.clear()
+            covered.clear()
             for cell in cells:
                 cell.rows = cell.columns = 1
-        row = table.placed(cells)
+        row = table.grid.row((cell.label(), cell.columns, cell.rows) for cell in cells)
         if any(block.form != "row" for block in blocks):
-            self.blocks.append(_Block("row", table_row(row), blocks[0].line))
+            self.blocks.append(_Block("row", row, blocks[0].line))
         self.blocks += (block for block in blocks if block.form == "row")
 
     def _block_break(self) -> None:

@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import Any
 from xml.etree.ElementTree import Element
 
-from kvtool.core.corpus.readers.document import Document, joined, table_row
+from kvtool.core.corpus.readers.document import Document, Grid, joined
 from kvtool.core.corpus.readers.html import raised
 
 _ROMAN = {1000: "m", 900: "cm", 500: "d", 400: "cd", 100: "c", 90: "xc", 50: "l", 40: "xl", 10: "x", 9: "ix", 5: "v"}
@@ -121,20 +121,9 @@ def counter(count: int, style: str) -> str:
 
 
 def rows(table: Iterable[Iterable[Cell]]) -> Iterator[str]:
-    spanning: dict[int, tuple[int, str]] = {}  # column -> rows that a cell of an earlier row still covers, its text
+    grid = Grid(LONGEST_LABEL)
     for row in table:
-        line = {column: text for column, (_, text) in spanning.items()}
-        spanning = {column: (left - 1, text) for column, (left, text) in spanning.items() if left > 1}
-        column = 0
-        for text, width, height in row:
-            while column in line:
-                column += 1
-            for covered in range(column, column + min(_MOST_SPAN, max(1, width))):
-                line[covered] = text
-                text = text if len(text) <= LONGEST_LABEL else ""
-                if height > 1:
-                    spanning[covered] = (min(_MOST_SPAN, height) - 1, text)
-        yield table_row(line.get(column, "") for column in range(max(line, default=-1) + 1))
+        yield grid.row((text, min(_MOST_SPAN, width), min(_MOST_SPAN, height)) for text, width, height in row)
 
 
 def framed(source: str, texts: Iterable[str | list[str]], margins: Iterable[Piece], notes: tuple[str, ...]) -> Document:

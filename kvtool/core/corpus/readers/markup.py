@@ -6,9 +6,9 @@ import html
 import re
 import unicodedata
 from collections.abc import Iterator
-from xml.etree import ElementTree
 
-from kvtool.core.corpus.readers.document import Document, Parts, UnreadableFile, cleaned, joined, shortened_references
+from kvtool.core.corpus.readers.containers import parsed_xml
+from kvtool.core.corpus.readers.document import Document, Parts, cleaned, joined, shortened_references
 from kvtool.core.corpus.readers.encoding import of_text
 from kvtool.core.corpus.readers.text import document_of
 
@@ -138,10 +138,7 @@ def _spoken(text: str) -> Iterator[tuple[int, str]]:
 
 
 def read_svg(source: str, data: bytes) -> list[Document]:
-    try:
-        drawing = ElementTree.fromstring(data)
-    except ElementTree.ParseError as error:
-        raise UnreadableFile(f"damaged: {error}") from error
+    drawing = parsed_xml(data, "the drawing")
     said = (element for element in drawing.iter() if str(element.tag).rpartition("}")[2] in _SAID)
     labels = (" ".join("".join(element.itertext()).split()) for element in said)
     return [joined(source, "text", ((f"label {number}", label) for number, label in enumerate(labels, 1)), gap="\n")]

@@ -3,15 +3,17 @@ calendars with whole lines."""
 
 from __future__ import annotations
 
+import html
 import re
 import unicodedata
-from html import unescape
+from collections.abc import Callable
+from functools import partial
 
 from kvtool.core.corpus.readers.document import Document, cleaned, embedded_note, joined, without_data_uris
-from kvtool.core.corpus.readers.encoding import of_text
+from kvtool.core.corpus.readers.encoding import Reader, declared_by, of_text
 
 # how XML, style sheets, scripts and catalogues of translations state an encoding
-_CHARSET = re.compile(rb"""(?:coding|charset)[ \t]*+[:=]?[ \t]*+["']?([\w.-]++)""", re.I)
+_DECLARED = declared_by(rb"""(?:coding|charset)[ \t]*+[:=]?[ \t]*+["']?([\w.-]++)""", 512)
 _ESCAPE = re.compile(
     r"\\(?:u(d[89ab][\da-f]{2})\\u(d[c-f][\da-f]{2})|u([\da-f]{4})|x([89a-f][\da-f])|.)", re.IGNORECASE | re.DOTALL
 )
@@ -20,36 +22,6 @@ _CONTROLS = ("Cc", "Cs", "Zl", "Zp")  # Unicode's categories of what is no lette
 _UNFOLDED = re.compile(r"[^\n]*+(?:\n[ \t][^\n]*+)*+\n?")  # a line, with those that continue it
 _SPLIT = re.compile(rb"([\xc2-\xf4][\x80-\xbf]{0,2})(\r?\n[ \t])([\x80-\xbf]{1,3})")  # a character of UTF-8
 _VALUE_ESCAPE = re.compile(r"\\([nN,;\\])")
-
-
-def declared_encoding(data: bytes) -> str:
-    match = _CHARSET.search(data[:512])
-    return match[1].decode("ascii", "replace") if match else ""
-
-
-@of_text()
-def read(source: str, text: str) -> list[Document]:
-    return document_of(source, text, "text")
-
-
-@of_text()
-def read_markdown(source: str, text: str) -> list[Document]:
-    return document_of(source, text, "markdown")
-
-
-@of_text(declared_encoding)
-def read_code(source: str, text: str) -> list[Document]:
-    return document_of(source, text, "code")
-
-
-@of_text()
-def read_json(source: str, text: str) -> list[Document]:
-    return document_of(source, _ESCAPE.sub(_escaped, text), "code", base64=True)
-
-
-@of_text(declared_encoding)
-def read_xml(source: str, text: str) -> list[Document]:
-    return document_of(source, _ENTITY.sub(_referenced, text), "code", base64=True)
 
 
 def read_calendar(source: str, data: bytes) -> list[Document]:
@@ -79,11 +51,25 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 def _referenced(found: re.Match[str]) -> str:
-    letters = unescape(found[0])
+    letters = html.unescape(found[0])
     kept = any(letter in "<>&\"'" or unicodedata.category(letter) in _CONTROLS for letter in letters)
     return found[0] if kept else letters
 
 
-@of_text()
-def read_table(source: str, text: str) -> list[Document]:
-    return document_of(source, text, "table")
+def _reader(
+    kind: str, declared: Callable[[bytes], str] | None = None, unescape: Callable[[str], str] | None = None
+) -> Reader:
+    """Make a reader of texts of a kind. Those with escapes hold data in base64, too."""
+
+    def read_text(source: str, text: str) -> list[Document]:
+        return document_of(source, unescape(text) if unescape else text, kind, base64=unescape is not None)
+
+    return of_text(declared)(read_text)
+
+
+read = _reader("text")
+read_markdown = _reader("markdown")
+read_table = _reader("table")
+read_code = _reader("code", _DECLARED)
+read_json = _reader("code", None, partial(_ESCAPE.sub, _escaped))
+read_xml = _reader("code", _DECLARED, partial(_ENTITY.sub, _referenced))
