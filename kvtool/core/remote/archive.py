@@ -14,7 +14,7 @@ from typing import IO
 from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.cache.layout import TEMPORARY, sync_folder
 from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError, UsageError
-from kvtool.core.remote.blobs import PrivateBlobs, SequentialReader
+from kvtool.core.remote.blobs import PrivateBlobs
 from kvtool.core.remote.catalogue import HEAD
 from kvtool.core.remote.folder import FULL, read_at
 from kvtool.core.remote.validation import most_bytes
@@ -52,8 +52,8 @@ class ArchiveBlobs(PrivateBlobs):
     def names(self, below: str = "") -> Iterator[str]:
         return (name for name in self._archive.namelist() if name.startswith(below))
 
-    def reader(self) -> SequentialReader:
-        return SequentialReader(self._read)
+    def fetch(self, request: BlobRequest) -> Iterator[bytes | None]:
+        yield self._read(request)
 
     def _member(self, name: str) -> zipfile.ZipInfo | None:
         with suppress(KeyError):
