@@ -42,11 +42,8 @@ def deviation(prompt: ReusedPrompt, reused: PromptCache, full: PromptCache) -> D
     by_metric: dict[str, list[torch.Tensor]] = {name: [] for name in METRICS}
     sizes = []
     at = prompt.hits.to(full.buffers[0].keys.device)
-    for reused_layer, full_layer in zip(reused.buffers, full.buffers, strict=True):
-        stored, exact = (
-            [side[0].index_select(1, at).float() for side in (layer.keys, layer.values)]
-            for layer in (reused_layer, full_layer)
-        )
+    for layer in range(len(full.buffers)):
+        stored, exact = (_rows(cache, layer, at) for cache in (reused, full))
         k_wrong, v_wrong = (side - right for side, right in zip(stored, exact, strict=True))
         k_sse, v_sse = (wrong.square().sum((0, 2)) for wrong in (k_wrong, v_wrong))
         rows = {"v_sse": v_sse, "k_sse": k_sse, "kv_sse": k_sse + v_sse, "k_l1": k_wrong.abs().sum((0, 2))}
@@ -54,6 +51,12 @@ def deviation(prompt: ReusedPrompt, reused: PromptCache, full: PromptCache) -> D
             by_metric[name].append(values.cpu())
         sizes.append(torch.stack([side.square().sum() for side in exact]).cpu())
     return Deviation({name: torch.stack(rows) for name, rows in by_metric.items()}, torch.stack(sizes, 1))
+
+
+def _rows(cache: PromptCache, layer: int, at: torch.Tensor) -> list[torch.Tensor]:
+    """Keys and values of a layer's rows, float32 `[kv_heads, rows, head_dim]` each."""
+    buffer = cache.buffers[layer]
+    return [side[0].index_select(1, at).float() for side in (buffer.keys, buffer.values)]
 
 
 def top_share(values: torch.Tensor, share: float) -> float:
@@ -108,15 +111,12 @@ def shift_report(prompt: ReusedPrompt, full: PromptCache) -> dict[str, Any]:
     plain, fused = prompt.fused(Union(shift=False)).cache, prompt.fused(union)
     rows = fused.shifted.rows.nonzero()[:, 0].to(prompt.decoder.device)
 
-    def sides(cache: PromptCache, layer: int) -> list[torch.Tensor]:
-        buffer = cache.buffers[layer]
-        return [side[0].index_select(1, rows).float() for side in (buffer.keys, buffer.values)]
-
     layers = []
     for layer in range(len(full.buffers)):
         row: dict[str, Any] = {"layer": layer}
         for name, cache in (("before", plain), ("after", fused.cache)):
-            for side, found, exact in zip(("k", "v"), sides(cache, layer), sides(full, layer), strict=True):
+            pairs = zip(("k", "v"), _rows(cache, layer, rows), _rows(full, layer, rows), strict=True)
+            for side, found, exact in pairs:
                 row[f"{side}_{name}"] = _relative(float((found - exact).norm()), float(exact.norm()))
         layers.append(row)
     return {"ratio": union.ratio, "tokens_shifted": len(rows), "common": fused.shifted.common, "layers": layers}
