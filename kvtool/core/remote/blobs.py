@@ -19,10 +19,11 @@ AHEAD = 3600.0  # seconds: two clocks may differ by less
 
 
 class Readable(Protocol):
-    """A source that a pull reads from: a shared store, or a pack. `url` is shown to people. Of `joined` bytes at most
-    is a request for several near parts of a pack; 0: it takes one request after the other."""
+    """A source that a pull reads from: a shared store, or a pack. `url` is shown to people. It takes `at_once`
+    requests; one for several near parts of a pack is of `joined` bytes at most."""
 
     url: str
+    at_once: int
     joined: int
 
     def fetch(self, request: BlobRequest) -> Iterator[bytes | None]:
@@ -72,7 +73,7 @@ class Blobs(Readable, Protocol):
 class PrivateBlobs:
     """A store that nobody else uses: nothing has to be leased, deleted or synced."""
 
-    joined = 0
+    at_once, joined = 1, 0
 
     def flush(self) -> None: ...
 

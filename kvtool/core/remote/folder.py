@@ -44,7 +44,7 @@ def from_url(url: str, timeout: float) -> FolderBlobs:
 
 
 class FolderBlobs:
-    joined = 0
+    at_once, joined = 1, 0
 
     def __init__(self, root: Path) -> None:
         self.url = "file://" + "".join(_ESCAPED.get(sign, sign) for sign in str(root))
@@ -163,7 +163,7 @@ class FolderBlobs:
 
     def _write(self, parts: tuple[str, ...], values: Mapping[str, bytes]) -> None:
         with opened(self._root, parts, make=True) as folder:
-            unnamed = {name: new_name() for name in values}
+            unnamed = {name: temporary_name() for name in values}
             try:
                 # An fsync waits for the disk, not for the processor: together they take a third of the time.
                 jobs = [self._pool.submit(_write_new, folder, unnamed[name], value) for name, value in values.items()]
@@ -287,7 +287,7 @@ def opened(root: Path, parts: Sequence[str], make: bool = False) -> Iterator[int
         os.close(handle)
 
 
-def new_name() -> str:
+def temporary_name() -> str:
     return f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
 
 

@@ -107,7 +107,7 @@ def _check(path: Path, source: Path) -> None:
 class StoreBlobs:
     """Another store's values, by the names of a shared store's; a catalogue is made of it for one import."""
 
-    joined = 0
+    at_once, joined = 1, 0
 
     def __init__(self, store: Store) -> None:
         self.url, self._store = str(store.path), store

@@ -47,7 +47,7 @@ def from_url(url: str, timeout: float) -> ObjectBlobs:
 class ObjectBlobs:
     """The objects below a folder of a bucket. Lists are asked for what might be deleted, and for many sizes."""
 
-    joined = 4 * 2**20
+    at_once, joined = 8, 4 * 2**20
 
     def __init__(self, address: Address, url: str, timeout: float = TIMEOUT) -> None:
         self.url, self._address, self._timeout = url, address, timeout

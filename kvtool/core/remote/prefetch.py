@@ -96,7 +96,6 @@ def batches(items: Iterable[_T], size_of: Callable[[_T], int], most: int) -> Ite
 
 
 GAP = 64 * 2**10  # bytes between two parts that one request covers, rather than two
-_AT_ONCE = 8  # requests
 _MOST_UNTAKEN = 256 * 2**20  # bytes that are read ahead of the consumer; more only for one that waits
 
 
@@ -159,7 +158,7 @@ class Prefetcher:
             self._requested.extend(zip(wanted, spans, strict=True))
             self._waiting.extend(dict.fromkeys(spans))
             self._changed.notify_all()
-        for _ in range(min((_AT_ONCE if self._blobs.joined else 1) - len(self._threads), len(spans))):
+        for _ in range(min(self._blobs.at_once - len(self._threads), len(spans))):
             self._threads.append(threading.Thread(target=self._run, name="kvtool-fetch", daemon=True))
             self._threads[-1].start()
 
@@ -178,7 +177,7 @@ class Prefetcher:
                 raise span.error
             self._requested.popleft()
             start = wanted.start - span.request.start
-            value = None if span.missing else bytes(span.data[start : start + wanted.most])
+            value = None if span.missing else bytes(memoryview(span.data)[start : start + wanted.most])
             self._at = max(self._at, span.at)
             span.left -= 1
             if not span.left:

@@ -59,7 +59,8 @@ def _meant(target: str, named: Named, with_chunk: Callable[[str], Iterable[str]]
         raise UsageError("an empty name means no document", _LISTED)
     for path in (os.path.abspath(target), target):
         sources = [source for source, file in named.items() if path in (source, file)]
-        if sources := sources or [source for source, file in named.items() if _is_below(file, path)]:
+        below = f"{path.rstrip('/')}/"
+        if sources := sources or [source for source, file in named.items() if below != "/" and file.startswith(below)]:
             return sources
     if sources := _ending(target, named):
         return sources
@@ -79,10 +80,6 @@ def _folder_hint(target: str, named: Named) -> str:
     folders = {str(folder) for file in named.values() for folder in PurePosixPath(file).parents}
     meant = sorted(folder for folder in folders if folder.endswith(tail))
     return f"name a folder by its path: {meant[0]}" if meant else ""
-
-
-def _is_below(file: str, folder: str) -> bool:
-    return file.startswith(folder.rstrip("/") + "/") if folder.rstrip("/") else False
 
 
 def matches_glob(glob: str, source: str, file: str) -> bool:

@@ -30,7 +30,7 @@ def from_url(url: str, timeout: float) -> SqliteBlobs:
 class SqliteBlobs:
     """Values by name in a table; every change is a transaction of its own."""
 
-    joined = 0  # one request after the other
+    at_once, joined = 1, 0  # one request after the other
 
     def __init__(self, path: str, timeout: float) -> None:
         self.url = f"sqlite://{path}"
