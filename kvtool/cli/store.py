@@ -78,8 +78,8 @@ def ls(run: Run, targets: Optional = None) -> None:
 
 
 def _chunk(row: Row) -> tuple[object, ...]:
-    where = f"{row.document.source}[{row.ref.start}:{row.ref.end}]"
-    return row.ref.chunk_id.hex()[:_DIGITS], row.tokens, _levels(row), row.bytes, _used(row), where + _more(row)
+    where = f"{row.document.source}[{row.start}:{row.end}]"
+    return row.id[:_DIGITS], row.tokens, _levels(row), row.bytes, _used(row), where + _more(row)
 
 
 def _document(row: DocumentRow) -> tuple[object, ...]:

@@ -18,7 +18,7 @@ from kvtool.core.kernels.attention.eager import attention_weights
 from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.prompt_cache import PromptCache
-from kvtool.reports.reused_prompt import Queries, ReusedPrompt, cache_of, queries_of, watch_rows
+from kvtool.reports.reused_prompt import ReusedPrompt, watch_rows
 
 CLASSES = ("sink", "instruction", "chunk starts", "own chunk", "other chunks", "question")
 START_TOKENS = 4  # of every chunk
@@ -109,14 +109,22 @@ def _named(mass: torch.Tensor) -> dict[str, float]:
 # ---- static sparsity ---------------------------------------------------------------------------------------------
 
 
-def heavy_positions(asked: Queries, cache: PromptCache, context: torch.Tensor) -> torch.Tensor:
-    """Find the share `HEAVY` of the context with most of the question's attention, as bool `[layers, length]`."""
-    layers = []
-    for weights in asked.attention(cache):
-        worth = weights.mean((0, 1)).cpu()
-        heavy = torch.zeros(len(worth), dtype=torch.bool)
+def heavy_positions(
+    prompt: ReusedPrompt, cache: PromptCache, ids: Sequence[int], context: torch.Tensor
+) -> torch.Tensor:
+    """Find the share `HEAVY` of the context with most of a question's attention, as bool `[layers, length]`. The
+    question `ids` takes the place of the prompt's own in the cache, which has to have room for it."""
+    start, layers = prompt.plan.segments[-1].start, list[torch.Tensor]()
+    rows = QueryRows.of(torch.arange(start, start + len(ids)), prompt.decoder.device)
+
+    def note(layer: int, query: torch.Tensor, key: torch.Tensor, scoring: AttentionParams) -> None:
+        worth = attention_weights(query[0], key[0], rows.seen(scoring.window), scoring).mean((0, 1)).cpu()
+        heavy = torch.zeros(prompt.plan.length, dtype=torch.bool)
         heavy[context[worth[context].topk(share_of(HEAVY, len(context))).indices]] = True
         layers.append(heavy)
+
+    cache.set_length(start + len(ids))
+    watch_rows(prompt.decoder, ids, start, cache, note)
     return torch.stack(layers)
 
 
@@ -131,7 +139,8 @@ def overlap(chosen: torch.Tensor, other: torch.Tensor) -> list[float]:
 
 def sparsity_report(prompt: ReusedPrompt, others: Sequence[Sequence[int]] = ()) -> dict[str, Any]:
     plan, decoder = prompt.plan, prompt.decoder
-    classes, cache = Classes.of(plan), cache_of(decoder, plan.length)
+    classes, cache = Classes.of(plan), decoder.new_cache(plan.length + max(map(len, others), default=0))
+    cache.set_length(plan.length)
     first, last = plan.chunks[0].start, plan.segments[-1].start
     chunks, question = Tally(classes, torch.arange(first, last)), torch.arange(last, plan.length)
 
@@ -160,8 +169,7 @@ def _stability(prompt: ReusedPrompt, cache: PromptCache, others: Sequence[Sequen
     is what two random choices would share, `starts`: the part of all heavy positions among first tokens of chunks."""
     plan = prompt.plan
     context = torch.cat([torch.arange(segment.start, segment.stop) for segment in plan.chunks])
-    heavy = [heavy_positions(prompt.queries(cache), cache, context)]
-    heavy += [_heavy_of(prompt, cache, ids, context) for ids in others]
+    heavy = [heavy_positions(prompt, cache, ids, context) for ids in (plan.segments[-1].ids, *others)]
     pairs = [overlap(heavy[a], heavy[b]) for a in range(len(heavy)) for b in range(a)]
     by_layer = [sum(values) / len(pairs) for values in zip(*pairs, strict=True)]
     starts = Classes.of(plan).fixed == CLASSES.index("chunk starts")
@@ -175,13 +183,3 @@ def _stability(prompt: ReusedPrompt, cache: PromptCache, others: Sequence[Sequen
         "start_share": sum(int((positions & starts).sum()) for positions in heavy) / total,
         "start_chance": float(starts.sum()) / len(context),
     }
-
-
-def _heavy_of(prompt: ReusedPrompt, cache: PromptCache, ids: Sequence[int], context: torch.Tensor) -> torch.Tensor:
-    start, decoder = prompt.plan.segments[-1].start, prompt.decoder
-    other = cache_of(decoder, start + len(ids))
-    for source, target in zip(cache.buffers, other.buffers, strict=True):
-        target.keys[:, :, :start].copy_(source.keys[:, :, :start])
-        target.values[:, :, :start].copy_(source.values[:, :, :start])
-    heavy = heavy_positions(queries_of(decoder, ids, start, other), other, context)[:, :start]
-    return torch.nn.functional.pad(heavy, (0, prompt.plan.length - start))

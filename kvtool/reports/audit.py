@@ -75,17 +75,13 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def _summary(value: Mapping[str, Any]) -> Iterator[Shown]:
-    yield _table(value)
+    yield Table(_HEAD, tuple(_cells(run) for run in value["runs"]))
     yield _when(value)
     sampled, holes = (sum(run[name] for run in value["runs"]) for name in ("sampled", "incomplete"))
     if sampled:
         yield f"sampled answers: {sampled}; `same answer` compares their greedy answers"
     if holes:
         yield f"prompts with chunks that were computed in place: {holes}; what they say of reuse is too good"
-
-
-def _table(value: Mapping[str, Any]) -> Table:
-    return Table(_HEAD, tuple(_cells(run) for run in value["runs"]))
 
 
 def _cells(run: Mapping[str, Any]) -> tuple[object, ...]:

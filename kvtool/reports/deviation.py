@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from kvtool.core.query.prompt import PromptLayout
 
 _CHOICES = {"hkvd": "highest deviation", "random": "at random", "first": "first of each chunk"}
-_SHIFT = ("k_before", "k_after", "v_before", "v_after")
 
 
 def deviation(context: ReportContext) -> ReportResult:
@@ -73,7 +72,7 @@ def mean_of(values: Sequence[Any]) -> Any:
 
 
 def _summary(value: Mapping[str, Any], read_at: str) -> Iterator[Shown]:
-    layers, attention, shift = value["layers"], value["attention"], value["shift"]
+    layers, attention = value["layers"], value["attention"]
     yield f"KV deviation, {read_at}"
     head = ("layer", "K", "V", "top 5 %", "top 15 %", "rank correlation")
     yield Table(head, tuple(_row(layer) for layer in layers))
@@ -86,9 +85,6 @@ def _summary(value: Mapping[str, Any], read_at: str) -> Iterator[Shown]:
     yield "deviation of the question's attention:"
     rows = tuple((f"{ratio:.0%}", *(by[choice, ratio] for choice in choices)) for ratio in ratios)
     yield Table(("recomputed", *(_CHOICES[choice] for choice in choices)), rows)
-    yield f"deviation of {shift['tokens_shifted']:.0f} reused tokens that `union` at {shift['ratio']:.0%} only shifts:"
-    rows = tuple((row["layer"], *(f"{row[name]:.3f}" for name in _SHIFT)) for row in shift["layers"])
-    yield Table(("layer", "K", "K shifted", "V", "V shifted"), rows)
 
 
 def _row(layer: Mapping[str, Any]) -> tuple[object, ...]:

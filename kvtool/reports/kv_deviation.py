@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from kvtool.core.fusion.selectors.base import share_of
-from kvtool.core.fusion.selectors.union import Union
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.reports.reused_prompt import Queries, ReusedPrompt
 
@@ -42,10 +41,9 @@ def deviation(prompt: ReusedPrompt, reused: PromptCache, full: PromptCache) -> D
     by_metric: dict[str, list[torch.Tensor]] = {name: [] for name in METRICS}
     sizes = []
     at = prompt.hits.to(full.buffers[0].keys.device)
-    for reused_layer, full_layer in zip(reused.buffers, full.buffers, strict=True):
+    for layers in zip(reused.buffers, full.buffers, strict=True):
         stored, exact = (
-            [side[0].index_select(1, at).float() for side in (layer.keys, layer.values)]
-            for layer in (reused_layer, full_layer)
+            [side[0].index_select(1, at).float() for side in (layer.keys, layer.values)] for layer in layers
         )
         k_wrong, v_wrong = (side - right for side, right in zip(stored, exact, strict=True))
         k_sse, v_sse = (wrong.square().sum((0, 2)) for wrong in (k_wrong, v_wrong))
@@ -100,28 +98,6 @@ def chosen_rows(prompt: ReusedPrompt, choice: str, ratio: float, worth: torch.Te
     return chosen
 
 
-# ---- shift -------------------------------------------------------------------------------------------------------
-
-
-def shift_report(prompt: ReusedPrompt, full: PromptCache) -> dict[str, Any]:
-    union = Union()
-    plain, fused = prompt.fused(Union(shift=False)).cache, prompt.fused(union)
-    rows = fused.shifted.rows.nonzero()[:, 0].to(prompt.decoder.device)
-
-    def sides(cache: PromptCache, layer: int) -> list[torch.Tensor]:
-        buffer = cache.buffers[layer]
-        return [side[0].index_select(1, rows).float() for side in (buffer.keys, buffer.values)]
-
-    layers = []
-    for layer in range(len(full.buffers)):
-        row: dict[str, Any] = {"layer": layer}
-        for name, cache in (("before", plain), ("after", fused.cache)):
-            for side, found, exact in zip(("k", "v"), sides(cache, layer), sides(full, layer), strict=True):
-                row[f"{side}_{name}"] = _relative(float((found - exact).norm()), float(exact.norm()))
-        layers.append(row)
-    return {"ratio": union.ratio, "tokens_shifted": len(rows), "common": fused.shifted.common, "layers": layers}
-
-
 def _relative(difference: float, size: float) -> float:
     return difference / size if size else 0.0
 
@@ -149,7 +125,6 @@ def deviation_report(prompt: ReusedPrompt) -> dict[str, Any]:
         "tokens": {"prompt": prompt.plan.length, "reused": len(prompt.hits)},
         "layers": [_layer(reuse, number) for number in range(reuse.size.shape[1])],
         "attention": rows,
-        "shift": shift_report(prompt, full),
         "token_deviation": reuse.worth.tolist(),
     }
 

@@ -21,7 +21,7 @@ from kvtool.core.fusion.plan import Plan, build_plan
 from kvtool.core.fusion.selectors import REFERENCE, SELECTORS, parameters_of_mode
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.generate import Generated
-from kvtool.core.options.option import Option, options_of
+from kvtool.core.options.option import options_of
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.prompt import PromptLayout, lay_out
 from kvtool.reports.evaluation import RowsOf, name_of
@@ -78,17 +78,13 @@ def parse_run(text: str) -> RunSpec:
             f"run {text!r}: there is no fusion mode {mode!r}",
             did_you_mean(mode, SELECTORS) or f"known: {', '.join(SELECTORS)}; {_HINT}",
         )
-    knob, changed = _knob(mode), tuple(sorted(_change(mode, change, f"run {text!r}") for change in changes))
+    knob = options_of(QueryOptions)[name] if (name := SELECTORS[mode].knob) else None
+    changed = tuple(sorted(_change(mode, change, f"run {text!r}") for change in changes))
     if knob is None and colon:
         raise UsageError(f"run {text!r}: {mode} takes no amount", f"write {variant}")
     if knob is None:
         return RunSpec(mode, changes=changed)
     return RunSpec(mode, knob.name, knob.parse(amount, f"run {text!r}") if colon else knob.default, changed)
-
-
-def _knob(mode: str) -> Option | None:
-    knob = SELECTORS[mode].knob
-    return options_of(QueryOptions)[knob] if knob else None
 
 
 def _change(mode: str, text: str, where: str) -> tuple[str, Any]:
@@ -174,7 +170,7 @@ class PairedRun:
             "bytes_read": fused.bytes_read,
             "levels": fused.plan.levels,
             "holes": [one.reason for one in fused.plan.segments[:-1] if one.status == "miss" and one.ids],
-            **(score(text, gold).to_json() if gold else {}),
+            **(score(text, gold) if gold else {}),
             **distance.to_json(),
         }
 

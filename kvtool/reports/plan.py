@@ -112,7 +112,8 @@ def expected_ms(session: Session, plan: Plan, speeds: Speeds, options: FusionOpt
 
 def _summary(value: Mapping[str, Any]) -> Iterator[Shown]:
     chunks, tokens = value["chunks"], value["tokens"]
-    yield _table(value)
+    head = ("chunk", "source", "score", "tokens", "status", "level", "matched, or why")
+    yield Table(head, tuple(map(_row, chunks)))
     yield (
         f"prompt   {tokens['prompt']} tokens: {tokens['reused']} reused ({tokens['exact']} exact), "
         f"{tokens['fresh']} fresh ({tokens['miss']} missed)"
@@ -127,11 +128,6 @@ def _summary(value: Mapping[str, Any]) -> Iterator[Shown]:
     for reason, count in Counter(chunk["reason"] for chunk in chunks if "reason" in chunk).items():
         yield f"missed   {counted(count, 'chunk')}: {reason}"
     yield from _times(value["expected_ms"], value["break_even"])
-
-
-def _table(value: Mapping[str, Any]) -> Table:
-    head = ("chunk", "source", "score", "tokens", "status", "level", "matched, or why")
-    return Table(head, tuple(_row(chunk) for chunk in value["chunks"]))
 
 
 def _row(chunk: Mapping[str, Any]) -> tuple[object, ...]:

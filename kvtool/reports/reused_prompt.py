@@ -83,8 +83,12 @@ class ReusedPrompt:
         watch_rows(self.decoder, question.ids, question.start, cache, watch)
 
     def queries(self, cache: PromptCache) -> Queries:
-        question = self.plan.segments[-1]
-        return queries_of(self.decoder, question.ids, question.start, cache)
+        """Return the question's queries, whose keys and values are then in the cache."""
+        layers: list[tuple[torch.Tensor, AttentionParams]] = []
+        self.watch_question(cache, lambda layer, query, key, scoring: layers.append((query[0].clone(), scoring)))
+        sources = [layer if kind.source is None else kind.source for layer, kind in enumerate(self.decoder.kinds)]
+        rows = torch.arange(self.plan.segments[-1].start, self.plan.length)
+        return Queries(QueryRows.of(rows, self.decoder.device), layers, sources)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +101,6 @@ class Queries:
         for (query, scoring), source in zip(self.layers, self.sources, strict=True):
             keys = cache.buffers[source].view()[0][0]
             yield attention_weights(query, keys, self.rows.seen(scoring.window), scoring)
-
-
-def queries_of(decoder: Decoder, ids: Sequence[int], start: int, cache: PromptCache) -> Queries:
-    layers: list[tuple[torch.Tensor, AttentionParams]] = []
-    watch_rows(
-        decoder, ids, start, cache, lambda layer, query, key, scoring: layers.append((query[0].clone(), scoring))
-    )
-    sources = [layer if kind.source is None else kind.source for layer, kind in enumerate(decoder.kinds)]
-    return Queries(QueryRows.of(torch.arange(start, start + len(ids)), decoder.device), layers, sources)
 
 
 def watch_rows(decoder: Decoder, ids: Sequence[int], start: int, cache: PromptCache, watch: Watch) -> None:
@@ -123,12 +118,6 @@ class _Watching(OnLayer):
     ) -> bool:
         self.watch(layer, query, keys, params)
         return False
-
-
-def cache_of(decoder: Decoder, length: int) -> PromptCache:
-    cache = decoder.new_cache(length)
-    cache.set_length(length)
-    return cache
 
 
 # ---- prompts of questions ----------------------------------------------------------------------------------------

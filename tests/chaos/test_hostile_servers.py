@@ -26,6 +26,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.errors import EXIT_DAMAGED, EXIT_FAILED, KvtoolError
 from kvtool.core.remote import object_store, redis
 from kvtool.core.remote.blobs import open_blobs
+from kvtool.core.remote.prefetch import Prefetcher
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from tests.remote.object_stub import Answer, HttpServer, Request, Serve, TcpServer
@@ -337,18 +338,18 @@ def test_range_longer_than_requested(store: Path, s3: Serve) -> None:
     first = part + b"Content-Range: bytes 0-99/100\r\nContent-Length: %d\r\n\r\n" % 2**40
     with closing(RawServer(first, b"x" * 2**20)) as server, pytest.MonkeyPatch.context() as patch:
         point_at(patch, server.port)
-        with closing(open_blobs(S3_URL, PATIENCE)) as blobs, closing(blobs.reader()) as reader:
+        with closing(open_blobs(S3_URL, PATIENCE)) as blobs, closing(Prefetcher(blobs)) as reader:
             reader.ask([BlobRequest("kv/x", 100, "pack/x", 0)])
 
             def taken() -> None:
-                value = reader.take()
+                value = reader.take(PATIENCE).value
                 assert value is not None
                 assert len(value) <= 100
                 raise KvtoolError("as much as was asked for")
 
             refused(taken)
             threading.Event().wait(0.3)
-            assert sum(len(span.data) for span in reader._waiting) == 0
+            assert reader._untaken <= 100
 
 
 # ---- TLS -----------------------------------------------------------------------------------------------------------

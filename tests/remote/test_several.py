@@ -108,7 +108,7 @@ def test_pull_during_a_deletion(
 ) -> None:
     push(store, blobs)
     forget(store, "f2")
-    after_first(monkeypatch, blobs, "reader", pushed_by(store, url, delete=True, yes=True))
+    after_first(monkeypatch, blobs, "fetch", pushed_by(store, url, delete=True, yes=True))
     report = pull(tmp_path / "pulled", blobs)
     assert report.damaged == []
     assert (report.files.transferred, report.files.unchanged) == (2, 0)

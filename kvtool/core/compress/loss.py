@@ -173,7 +173,7 @@ def tolls_of(rows: Sequence[Row]) -> list[Toll]:
 
 
 def _scored(answer: Callable[[], Generated], question: Question) -> Row:
-    return {"f1": score(answer().text.strip(), question.answers).f1} if question.answers else {}
+    return {"f1": score(answer().text.strip(), question.answers)["f1"]} if question.answers else {}
 
 
 @dataclass(slots=True)

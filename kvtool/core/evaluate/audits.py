@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sqlite3
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,8 +65,8 @@ def keep_audit(store: Store, fingerprint: str, audit: Audit) -> bool:
         return False
     path = store.side_file(_FILE)
     try:
-        _make_file(path)
-        with _opened(path, "rw") as database:
+        with _opened(path, "rwc") as database:
+            path.chmod(0o600)
             database.execute("BEGIN IMMEDIATE")
             database.execute("CREATE TABLE IF NOT EXISTS audits (number INTEGER PRIMARY KEY, model TEXT, audit TEXT)")
             row = fingerprint, json.dumps(asdict(audit))
@@ -77,16 +75,6 @@ def keep_audit(store: Store, fingerprint: str, audit: Audit) -> bool:
     except (OSError, sqlite3.Error):
         return False
     return True
-
-
-def _make_file(path: Path) -> None:
-    """Make an empty file. Closing a descriptor of the database itself would drop this process's locks on it."""
-    if not path.exists():
-        handle, name = tempfile.mkstemp(dir=path.parent)
-        os.close(handle)
-        with suppress(FileExistsError):
-            os.link(name, path)
-        os.unlink(name)
 
 
 def kept_audits(store: Store, fingerprint: str) -> tuple[Audit, ...]:

@@ -5,7 +5,6 @@ import statistics
 import string
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvtool.core.common.spelling import normalised
@@ -33,16 +32,6 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = set(string.punctuation)
 
 
-@dataclass(frozen=True, slots=True)
-class Scores:
-    f1: float
-    exact_match: float
-    contains: float
-
-    def to_json(self) -> dict[str, float]:
-        return asdict(self)
-
-
 def normalise(text: str) -> str:
     """Reduce a text to lower case without punctuation, articles and double spaces (SQuAD 1.1 evaluation)."""
     text = normalised("NFC", text).lower()
@@ -50,14 +39,15 @@ def normalise(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text).split())
 
 
-def score(answer: str, gold: Iterable[str]) -> Scores:
+def score(answer: str, gold: Iterable[str]) -> dict[str, float]:
+    """Return the SCORES of an answer against the gold ones, of each the best."""
     said = normalise(answer)
     wanted = [normalise(text) for text in gold]
-    return Scores(
-        max((_f1(said, text) for text in wanted), default=0.0),
-        float(said in wanted),
-        float(any(text and text in said for text in wanted)),
-    )
+    return {
+        "f1": max((_f1(said, text) for text in wanted), default=0.0),
+        "exact_match": float(said in wanted),
+        "contains": float(any(text and text in said for text in wanted)),
+    }
 
 
 def _f1(said: str, wanted: str) -> float:

@@ -166,7 +166,7 @@ class PreparedAnswer:
             explanations=explain(fused, session.tokenizer) if options.explain else [],
             backends=explain_attention(session.decoder, fused) if options.explain else [],
             resident_chunks=with_changes(session.store, self.resident_chunks),
-            scores=asdict(score(text, layout.request.answers)) if layout.request.answers else {},
+            scores=score(text, layout.request.answers) if layout.request.answers else {},
             rounds=self.outcome.rounds,
             chunks_omitted=layout.cut,
             corrections=layout.corrections,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import struct
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,11 +11,11 @@ from pathlib import Path
 from typing import IO
 
 from kvtool.core.cache.backend import BlobRequest
-from kvtool.core.cache.layout import TEMPORARY, sync_folder
+from kvtool.core.cache.layout import sync_folder
 from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError, UsageError
-from kvtool.core.remote.blobs import PrivateBlobs, SequentialReader
+from kvtool.core.remote.blobs import PrivateBlobs
 from kvtool.core.remote.catalogue import HEAD
-from kvtool.core.remote.folder import FULL, read_at
+from kvtool.core.remote.folder import FULL, read_at, temporary_name
 from kvtool.core.remote.validation import most_bytes
 
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # of every member: the same content is the same file
@@ -52,8 +51,8 @@ class ArchiveBlobs(PrivateBlobs):
     def names(self, below: str = "") -> Iterator[str]:
         return (name for name in self._archive.namelist() if name.startswith(below))
 
-    def reader(self) -> SequentialReader:
-        return SequentialReader(self._read)
+    def fetch(self, request: BlobRequest) -> Iterator[bytes | None]:
+        yield self._read(request)
 
     def _member(self, name: str) -> zipfile.ZipInfo | None:
         with suppress(KeyError):
@@ -115,7 +114,7 @@ def written_archive(path: Path, force: bool) -> Iterator[ArchiveBlobs]:
         raise UsageError(f"{path} is there already", "name another file, or replace it with --force")
     if os.path.lexists(path) and not (path.is_symlink() or path.is_file()):  # of /dev/null nothing else is to be made
         raise UsageError(f"{path} is no file", "name another file: only a file is replaced")
-    temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}")
+    temporary = path.with_name(temporary_name())
     try:
         handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o600)
         with open(handle, "w+b") as file:

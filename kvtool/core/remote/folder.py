@@ -22,7 +22,7 @@ from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.cache.layout import TEMPORARY, atomic_write, make_folder
 from kvtool.core.common.urls import for_people
 from kvtool.core.errors import NoSpaceError, RemoteError, UsageError
-from kvtool.core.remote.blobs import SequentialReader, lease_is_valid, seconds_held
+from kvtool.core.remote.blobs import expired_leases, seconds_held
 from kvtool.core.remote.catalogue import HEAD
 from kvtool.core.remote.validation import MOST_BYTES, most_bytes
 
@@ -44,6 +44,8 @@ def from_url(url: str, timeout: float) -> FolderBlobs:
 
 
 class FolderBlobs:
+    at_once, joined = 1, 0
+
     def __init__(self, root: Path) -> None:
         self.url = "file://" + "".join(_ESCAPED.get(sign, sign) for sign in str(root))
         self._root = root
@@ -52,7 +54,7 @@ class FolderBlobs:
         self._renewed: float | None = None  # time of the last lease taken here, by the file system's clock
 
     def get(self, names: Sequence[str]) -> list[bytes | None]:
-        return [self._read(name) for name in names]
+        return [self._read(BlobRequest(name, MOST_BYTES)) for name in names]
 
     def sizes(self, names: Sequence[str]) -> list[int]:
         with self._explained("read"):
@@ -76,7 +78,7 @@ class FolderBlobs:
             make_folder(self._root)
             try:
                 with FileLock(self._root / _LOCK, timeout=_LOCK_WAIT, mode=0o600):
-                    if self._read(name) != before:
+                    if self.get([name]) != [before]:
                         return False
                     atomic_write(self._root / name, after)
                     return True
@@ -108,8 +110,8 @@ class FolderBlobs:
                             os.unlink(name.rpartition("/")[2], dir_fd=folder)
                 self._remove_if_empty(parts)
 
-    def reader(self) -> SequentialReader:
-        return SequentialReader(self._wanted)
+    def fetch(self, request: BlobRequest) -> Iterator[bytes | None]:
+        yield self._read(request)
 
     def hold(self, name: str) -> None:
         """The file's time counts, which the file system sets."""
@@ -134,7 +136,7 @@ class FolderBlobs:
                     seconds_held(entry.name)  # one of ours
                     times[entry.name] = entry.stat(follow_symlinks=False).st_mtime
         now = max(times.values(), default=0.0) if self._renewed is None else self._renewed
-        over = {name for name, at in times.items() if not lease_is_valid(name, at, now)}
+        over = expired_leases(times, now)
         for name in over:
             self.release(name)
         return times.keys() - over
@@ -148,26 +150,20 @@ class FolderBlobs:
     def close(self) -> None:
         self._pool.shutdown()
 
-    def _read(self, name: str, most: int = MOST_BYTES) -> bytes | None:
-        most = min(most_bytes(name), most)
-        with self._explained("read"), _plain_file(self._root / name) as found:
+    def _read(self, wanted: BlobRequest) -> bytes | None:
+        with self._explained("read"), _plain_file(self._root / (wanted.pack or wanted.name)) as found:
             if not isinstance(found, int):
                 return found
             size = os.fstat(found).st_size
+            if wanted.pack:
+                return read_at(found, wanted.start, min(wanted.most, size))
+            most = min(most_bytes(wanted.name), wanted.most)
             value = read_at(found, 0, size + 1) if size <= most else b""  # it may be growing
         return value if len(value) <= most else b""
 
-    def _wanted(self, wanted: BlobRequest) -> bytes | None:
-        if not wanted.pack:
-            return self._read(wanted.name, wanted.most)
-        with self._explained("read"), _plain_file(self._root / wanted.pack) as found:
-            if not isinstance(found, int):
-                return found
-            return read_at(found, wanted.start, min(wanted.most, os.fstat(found).st_size))
-
     def _write(self, parts: tuple[str, ...], values: Mapping[str, bytes]) -> None:
         with opened(self._root, parts, make=True) as folder:
-            unnamed = {name: new_name() for name in values}
+            unnamed = {name: temporary_name() for name in values}
             try:
                 # An fsync waits for the disk, not for the processor: together they take a third of the time.
                 jobs = [self._pool.submit(_write_new, folder, unnamed[name], value) for name, value in values.items()]
@@ -291,7 +287,7 @@ def opened(root: Path, parts: Sequence[str], make: bool = False) -> Iterator[int
         os.close(handle)
 
 
-def new_name() -> str:
+def temporary_name() -> str:
     return f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
 
 

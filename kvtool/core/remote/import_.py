@@ -20,7 +20,6 @@ from kvtool.core.common.types import Events
 from kvtool.core.errors import DamagedError, StoreFormatError, StoreNotFoundError, UsageError
 from kvtool.core.remote import values
 from kvtool.core.remote.archive import ArchiveBlobs, opened_archive
-from kvtool.core.remote.blobs import SequentialReader
 from kvtool.core.remote.catalogue import Catalogue
 from kvtool.core.remote.catalogue_io import read_head
 from kvtool.core.remote.options import ImportOptions
@@ -108,6 +107,8 @@ def _check(path: Path, source: Path) -> None:
 class StoreBlobs:
     """Another store's values, by the names of a shared store's; a catalogue is made of it for one import."""
 
+    at_once, joined = 1, 0
+
     def __init__(self, store: Store) -> None:
         self.url, self._store = str(store.path), store
 
@@ -117,18 +118,18 @@ class StoreBlobs:
         catalogue = values.Survey(self._store, lambda what, why: lost.append((what, why))).catalogue()
         return replace(catalogue, left_out=tuple(lost))
 
-    def reader(self) -> SequentialReader:
-        return SequentialReader(self._read)
+    def fetch(self, request: BlobRequest) -> Iterator[bytes | None]:
+        yield self._read(request.name)
 
     def get(self, names: Sequence[str]) -> list[bytes | None]:
-        return [self._read(BlobRequest(name, 0)) for name in names]
+        return list(map(self._read, names))
 
     def names(self, below: str) -> Iterator[str]:
         return (f"{below}{stretch.hex()}" for stretch in self._store.stretches())
 
-    def _read(self, wanted: BlobRequest) -> bytes | None:
+    def _read(self, name: str) -> bytes | None:
         try:
-            return values.value_of(self._store, wanted.name)
+            return values.value_of(self._store, name)
         except DamagedError:
             return b""
 

@@ -19,10 +19,11 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 
+from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.common.installing import extra_line
 from kvtool.core.common.urls import for_people, is_host
 from kvtool.core.errors import KvtoolError, NoSpaceError, RemoteError, UsageError
-from kvtool.core.remote.blobs import TIMEOUT, RangeReader, RangeRequest, lease_is_valid, seconds_held
+from kvtool.core.remote.blobs import TIMEOUT, expired_leases, seconds_held
 from kvtool.core.remote.validation import LEAST_RATE, MOST_NAMES, most_bytes
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ def from_url(url: str, timeout: float) -> ObjectBlobs:
 
 class ObjectBlobs:
     """The objects below a folder of a bucket. Lists are asked for what might be deleted, and for many sizes."""
+
+    at_once, joined = 8, 4 * 2**20
 
     def __init__(self, address: Address, url: str, timeout: float = TIMEOUT) -> None:
         self.url, self._address, self._timeout = url, address, timeout
@@ -137,15 +140,12 @@ class ObjectBlobs:
                 seconds_held(name)  # one of ours
                 times[name] = found["last_modified"].timestamp()
         now = max(times.values(), default=0.0) - _RESOLUTION
-        over = {name for name, at in times.items() if not lease_is_valid(name, at, now)}
+        over = expired_leases(times, now)
         self.delete([f"{_LEASES}/{name}" for name in over])
         return times.keys() - over
 
     def release(self, name: str) -> None:
         self.delete([f"{_LEASES}/{name}"])
-
-    def reader(self) -> RangeReader:
-        return RangeReader(self._pieces)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -173,21 +173,21 @@ class ObjectBlobs:
             if seconds > self._timeout and came < seconds * LEAST_RATE:
                 raise RemoteError(f"{self.url} did not answer within {self._timeout:g} s", "check the line")
 
-    def _pieces(self, span: RangeRequest) -> Iterator[bytes]:
-        part: Any = {"range": (span.start, span.stop)} if span.is_part else None
+    def fetch(self, request: BlobRequest) -> Iterator[bytes | None]:
+        part: Any = {"range": (request.start, request.start + request.most)} if request.pack else None
         try:
             with self._explained():
                 try:
-                    found = obstore.get(self._store, span.name, options=part)
+                    found = obstore.get(self._store, request.pack or request.name, options=part)
                 except BaseError as error:
-                    if span.is_part and status_of(str(error)) == 416:  # it ends before: it was cut off
+                    if part and status_of(str(error)) == 416:  # it ends before: it was cut off
                         return
                     raise
-                if not span.is_part and found.meta["size"] > min(span.stop, most_bytes(span.name)):
+                if not part and found.meta["size"] > min(request.most, most_bytes(request.name)):
                     return
-                yield from self._bounded(found.stream(min_chunk_size=_PIECE), span.stop - span.start)
+                yield from self._bounded(found.stream(min_chunk_size=_PIECE), request.most)
         except FileNotFoundError:
-            span.missing = True
+            yield None
 
     # ---- writing ----
 

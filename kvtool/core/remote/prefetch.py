@@ -1,20 +1,19 @@
-"""Prefetching of a shared store's values by a thread; values that belong together come whole or not at all."""
+"""Prefetching of a shared store's values by threads; values that belong together come whole or not at all."""
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TypeVar
 
 from kvtool.core.cache.backend import BlobRequest, BlobResponse
 from kvtool.core.errors import KvtoolError, RemoteError
 from kvtool.core.remote import values
-from kvtool.core.remote.blobs import Readable, Reader
+from kvtool.core.remote.blobs import Readable
 
 _T = TypeVar("_T")
 _AHEAD = 4  # groups that are asked for before the first is there
@@ -35,7 +34,7 @@ class Group:
 
 
 def fetch_groups(
-    blobs: Readable, groups: Iterable[Group], timeout: float, damaged: Callable[[str, str], None], at_once: int = 1
+    blobs: Readable, groups: Iterable[Group], timeout: float, damaged: Callable[[str, str], None], at_once: int
 ) -> Iterator[tuple[Group, list[bytes]]]:
     """Fetch groups over one stream, so many at once: neighbours in a pack share one request. Yield those whose values
     all arrived, each sound in itself and within `timeout` seconds. `damaged` is called with what is missing, damaged or
@@ -96,85 +95,133 @@ def batches(items: Iterable[_T], size_of: Callable[[_T], int], most: int) -> Ite
         yield some
 
 
-_MOST_UNTAKEN = 256 * 2**20  # bytes that are read ahead of the consumer
+GAP = 64 * 2**10  # bytes between two parts that one request covers, rather than two
+_MOST_UNTAKEN = 256 * 2**20  # bytes that are read ahead of the consumer; more only for one that waits
+
+
+@dataclass(eq=False)
+class Span:
+    """A request for a value, or for near parts of a pack, of which `left` values are still to be taken."""
+
+    request: BlobRequest
+    left: int = 0
+    data: bytearray = field(default_factory=bytearray)
+    missing: bool = False
+    started: bool = False
+    done: bool = False
+    at: float = 0.0  # of the last bytes
+    error: KvtoolError | None = None
+
+    def holds(self, wanted: BlobRequest) -> bool:
+        return bool(wanted.pack) and len(self.data) >= wanted.start + wanted.most - self.request.start
+
+
+def spans_of(wanted: Sequence[BlobRequest], most: int) -> list[Span]:
+    """Return the request of each value, in that order; near parts share one of up to `most` bytes."""
+    spans: dict[int, Span] = {}
+    last: Span | None = None
+    for number in sorted(range(len(wanted)), key=lambda number: (wanted[number].pack, wanted[number].start)):
+        part, joined = wanted[number], last.request if last is not None else None
+        stop = part.start + part.most
+        if last is None or joined is None or not _is_near(joined, part, most):
+            last = Span(part)
+        else:
+            last.request = joined._replace(most=max(joined.most, stop - joined.start))
+        last.left += 1
+        spans[number] = last
+    return [spans[number] for number in range(len(wanted))]
+
+
+def _is_near(span: BlobRequest, part: BlobRequest, most: int) -> bool:
+    end = span.start + span.most
+    return part.pack == span.pack != "" and part.start <= end + GAP and part.start + part.most - span.start <= most
 
 
 class Prefetcher:
-    """A shared store's reader in a daemon thread. `alive`: nothing has gone wrong so far."""
+    """Values of a source, fetched by daemon threads ahead of the consumer. `alive`: nothing has gone wrong so far."""
 
     def __init__(self, blobs: Readable) -> None:
         self._blobs = blobs
-        self.url = blobs.url
-        self._asked: queue.SimpleQueue[Sequence[BlobRequest] | None] = queue.SimpleQueue()
-        self._there: queue.SimpleQueue[BlobResponse | KvtoolError] = queue.SimpleQueue()
-        self._room = threading.Condition()
+        self.url, self.alive = blobs.url, True
+        self._requested = deque[tuple[BlobRequest, Span]]()
+        self._waiting = deque[Span]()
+        self._due: Span | None = None  # the consumer waits for it
         self._untaken = 0  # bytes that have come
-        self._stopped = False
-        self.alive = True
-        self._thread = threading.Thread(target=self._run, name="kvtool-fetch", daemon=True)
-        self._thread.start()
+        self._at = 0.0
+        self._changed = threading.Condition()
+        self._closed = False
+        self._threads: list[threading.Thread] = []
 
     def ask(self, wanted: Sequence[BlobRequest]) -> None:
-        self._asked.put(wanted)
+        spans = spans_of(wanted, self._blobs.joined)
+        with self._changed:
+            self._requested.extend(zip(wanted, spans, strict=True))
+            self._waiting.extend(dict.fromkeys(spans))
+            self._changed.notify_all()
+        for _ in range(min(self._blobs.at_once - len(self._threads), len(spans))):
+            self._threads.append(threading.Thread(target=self._run, name="kvtool-fetch", daemon=True))
+            self._threads[-1].start()
 
     def take(self, timeout: float) -> BlobResponse:
         """Return the next value in the order of the requests. Raises RemoteError, also if `timeout` seconds are
         over."""
-        try:
-            arrival = self._there.get(timeout=max(timeout, 0.0))
-        except queue.Empty:
-            hint = "check the line; with --remote-timeout more is waited for"
-            raise RemoteError(f"{self.url} sent nothing whole within {timeout:.3g} s", hint) from None
-        if isinstance(arrival, KvtoolError):
-            self.alive = False
-            raise arrival
-        with self._room:
-            self._untaken -= len(arrival.value or b"")
-            self._room.notify()
-        return arrival
+        with self._changed:
+            wanted, span = self._requested[0]
+            self._due = span
+            self._changed.notify_all()
+            if not self._changed.wait_for(lambda: span.done or span.holds(wanted), max(timeout, 0.0)):
+                hint = "check the line; with --remote-timeout more is waited for"
+                raise RemoteError(f"{self.url} sent nothing whole within {timeout:.3g} s", hint)
+            if span.error is not None and not span.holds(wanted):
+                self.alive = False
+                raise span.error
+            self._requested.popleft()
+            start = wanted.start - span.request.start
+            value = None if span.missing else bytes(memoryview(span.data)[start : start + wanted.most])
+            self._at = max(self._at, span.at)
+            span.left -= 1
+            if not span.left:
+                self._untaken -= len(span.data)
+                self._changed.notify_all()
+            return BlobResponse(wanted.name, value, self._at)
 
     def close(self) -> None:
-        self._stopped = True
-        self._asked.put(None)
-        with self._room:
-            self._room.notify()
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
     def _run(self) -> None:
-        reader: Reader | None = None
-        try:
-            reader = self._blobs.reader()
-            while not self._stopped and (wanted := self._next()) is not None:
-                reader.ask(wanted)
-                self._read(reader, wanted)
-        except KvtoolError as error:
-            self._there.put(error)
-        except Exception as error:  # raised in the caller that waits
-            self._there.put(RemoteError(f"{self.url} failed: {type(error).__name__}: {error}"))
-        finally:
-            if reader is not None:
-                reader.close()
+        while (span := self._next()) is not None:
+            error: KvtoolError | None = None
+            try:
+                for piece in self._blobs.fetch(span.request):
+                    with self._changed:
+                        if self._closed:
+                            return
+                        self._add(span, piece)
+            except KvtoolError as failed:
+                error = failed
+            except Exception as failed:  # raised in the caller that waits
+                error = RemoteError(f"{self.url} failed: {type(failed).__name__}: {failed}")
+            with self._changed:
+                span.error, span.done, span.at = error, True, time.perf_counter()
+                self._changed.notify_all()
 
-    def _read(self, reader: Reader, wanted: list[BlobRequest]) -> None:
-        """Read the requested blobs; requests that come meanwhile are sent at once, before the link falls idle."""
-        waiting = deque(wanted)
-        while waiting and not self._stopped:
-            while not self._asked.empty():
-                more = self._next()
-                if more is None:
-                    return
-                reader.ask(more)
-                waiting += more
-            value = reader.take()
-            self._there.put(BlobResponse(waiting.popleft().name, value, time.perf_counter()))
-            self._wait_for_room(len(value or b""))
+    def _add(self, span: Span, piece: bytes | None) -> None:
+        span.missing, span.at = piece is None, time.perf_counter()
+        span.data += piece or b""
+        self._untaken += len(piece or b"")
+        self._changed.notify_all()
 
-    def _wait_for_room(self, size: int) -> None:
-        with self._room:
-            self._untaken += size
-            self._room.wait_for(lambda: self._stopped or self._untaken < _MOST_UNTAKEN)
+    def _next(self) -> Span | None:
+        def is_ready() -> bool:
+            is_due = self._due is not None and not self._due.started
+            return self._closed or (bool(self._waiting) and (is_due or self._untaken < _MOST_UNTAKEN))
 
-    def _next(self) -> list[BlobRequest] | None:
-        asked = [self._asked.get()]
-        while not self._asked.empty():
-            asked.append(self._asked.get())
-        return [one for wanted in asked for one in wanted or ()] if None not in asked else None
+        with self._changed:
+            self._changed.wait_for(is_ready)
+            if self._closed:
+                return None
+            span = self._waiting.popleft()
+            span.started = True
+            return span

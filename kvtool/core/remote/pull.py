@@ -47,7 +47,7 @@ _HELD_OF_EACH = 2**9
 _UNPACKED_AT_ONCE = 2**26  # bytes of documents that are held unpacked
 _MOST_OF_FILE = 2**25  # bytes that the documents of a foreign file unpack to, a thousand times what a page of text has
 _MOST_UNPACKED, _MOST_RATIO = 2**28, 64  # of all of them: so many bytes, and so many for each that came
-_SMALL_AT_ONCE = 2048  # descriptions that are asked for together
+_SMALL_AT_ONCE, _LARGE_AT_ONCE = 2048, 8  # descriptions, and bundles of records, that are asked for together
 _TRIES = 9  # while pushes come in between and delete what is just fetched
 
 
@@ -163,7 +163,7 @@ class PullJob:
         if delete:
             self._forget(catalogue, self.mirror or (lambda key: True))
 
-    def _fetched(self, groups: Iterable[Group], at_once: int = 1) -> Iterator[tuple[Group, list[bytes]]]:
+    def _fetched(self, groups: Iterable[Group], at_once: int) -> Iterator[tuple[Group, list[bytes]]]:
         for group, whole in fetch_groups(self.blobs, groups, self.timeout, self.report.note_damage, at_once):
             self.report.bytes += sum(map(len, whole))
             yield group, whole
@@ -256,7 +256,8 @@ class PullJob:
         self.report.chunks.unchanged = max(0, known - self.report.chunks.transferred)  # some came in an earlier run
         events = self.events or Events()
         events.step("chunks", sum(len(bundle.levels) for _, bundle in wanted), "chunks")
-        for group, records in self._fetched(_records_of(key, catalogue.chunks[key], bundle) for key, bundle in wanted):
+        groups = (_records_of(key, catalogue.chunks[key], bundle) for key, bundle in wanted)
+        for group, records in self._fetched(groups, _LARGE_AT_ONCE):
             with self._noted(group):
                 self._put(group, catalogue.chunks[group.key], records)
             events.advance(len(group.levels))
@@ -341,9 +342,8 @@ class PullJob:
 
 
 def _parts(held: list[tuple[Group, bytes]]) -> Iterator[list[tuple[Group, bytes]]]:
-    ordered = sorted(held, key=lambda pair: pair[0].key)
-    for at in range(0, len(ordered), _COMMITTED_AT_ONCE):
-        yield from batches(ordered[at : at + _COMMITTED_AT_ONCE], lambda pair: len(pair[1]), MOST_BYTES // 64)
+    ordered, most = sorted(held, key=lambda pair: pair[0].key), MOST_BYTES // 64
+    return batches(ordered, lambda pair: max(len(pair[1]), most // _COMMITTED_AT_ONCE), most)
 
 
 def _one_value(key: str, what: str, name: str, place: Place | None = None) -> Group:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -57,6 +56,8 @@ def from_url(url: str, timeout: float) -> RedisBlobs:
 
 
 class RedisBlobs:
+    at_once, joined = 3, 2**18  # more would share a slow line, and come too late
+
     def __init__(self, url: str, timeout: float = TIMEOUT) -> None:
         parts = urlsplit(url)
         query = dict(parse_qsl(parts.query))
@@ -137,7 +138,7 @@ class RedisBlobs:
         with self._explained():
             now, waiting = self._now(), self._client.pipeline()
             waiting.zremrangebyscore(self._key(_LEASES), "-inf", now)
-            latest = now + max(LEASES.values()) + AHEAD  # see `lease_is_valid`
+            latest = now + max(LEASES.values()) + AHEAD  # see `expired_leases`
             waiting.zremrangebyscore(self._key(_LEASES), latest, "+inf")
             waiting.zadd(self._key(_LEASES), {name: now + seconds_held(name)})
             waiting.execute()
@@ -151,9 +152,14 @@ class RedisBlobs:
         with self._explained():
             self._client.zrem(self._key(_LEASES), name)
 
-    def reader(self) -> RedisReader:
-        with self._explained():
-            return RedisReader(self, self._client.connection_pool)
+    def fetch(self, request: BlobRequest) -> Iterator[bytes | None]:
+        most = request.most if request.pack else min(most_bytes(request.name), request.most)
+        with self._explained(), self._bounds.of(most):
+            stop = request.start + most - bool(request.pack)
+            value = self._client.getrange(self._key(request.pack or request.name), request.start, stop)
+        if type(value) is not bytes:
+            raise RemoteError(f"{self.url} answers as no Redis does", _CHECK)
+        yield _bounded(value, most)
 
     def close(self) -> None:
         with suppress(Exception):  # it may be gone already
@@ -213,40 +219,6 @@ class RedisBlobs:
 
 _CHECK = "check the address and that the server runs"
 _MOST_SAID = 1000  # characters of what a server says of an error
-
-
-class RedisReader:
-    """GETRANGEs on a separate connection, sent ahead: Redis answers in order."""
-
-    def __init__(self, blobs: RedisBlobs, pool: Any) -> None:
-        self._blobs, self._pool = blobs, pool
-        self._connection: Any = pool.get_connection()
-        self._asked = deque[int]()
-
-    def ask(self, wanted: Sequence[BlobRequest]) -> None:
-        limits = [one.most if one.pack else min(most_bytes(one.name), one.most) for one in wanted]
-        with self._blobs._explained():
-            commands = [
-                ("GETRANGE", self._blobs._key(one.pack or one.name), one.start, one.start + limit - bool(one.pack))
-                for one, limit in zip(wanted, limits, strict=True)
-            ]
-            self._connection.send_packed_command(self._connection.pack_commands(commands), check_health=False)
-            self._asked.extend(limits)
-
-    def take(self) -> bytes | None:
-        most = self._asked.popleft()
-        with self._blobs._explained(), self._blobs._bounds.of(most):
-            value = self._connection.read_response()
-        if type(value) is not bytes:
-            raise RemoteError(f"{self._blobs.url} answers as no Redis does", _CHECK)
-        return _bounded(value, most)
-
-    def close(self) -> None:
-        if self._connection is not None:
-            if self._asked:  # answers are on their way that will not be read
-                self._connection.disconnect()
-            self._pool.release(self._connection)
-            self._connection = None
 
 
 def _bounded(value: bytes, most: int) -> bytes | None:

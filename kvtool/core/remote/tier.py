@@ -244,24 +244,16 @@ def evict_until_fits(store: Store, writer: Writer, coming: Mapping[bytes, int]) 
     if budget is None:
         return {*coming}
     room = budget - space.folder_bytes(store.path) + store.environment.free_bytes() - _SLACK
-    kept = {*coming} if sum(coming.values()) <= room else _evict(store, writer, coming, budget, room)
+    kept = {*coming}
+    if sum(coming.values()) > room:
+        plan = _Eviction(store, {*coming}, room)
+        plan.until(0)  # a budget that was lowered is met, whatever comes
+        kept = plan.fit(coming)
+        plan.until(int(budget * _SPARE), below=min(map(plan.score, coming)))
+        plan.drop(writer)
     if space.folder_bytes(store.path) > budget:  # it was lowered: free pages are not left out
         with suppress(NoSpaceError):
             writer.compact()
-    return kept
-
-
-def _evict(store: Store, writer: Writer, coming: Mapping[bytes, int], budget: int, room: int) -> set[bytes]:
-    plan = _Eviction(store, {*coming}, room)
-    plan.until(0)  # a budget that was lowered is met, whatever comes
-    kept = set[bytes]()
-    for chunk_id in sorted(coming, key=lambda chunk_id: (-plan.score(chunk_id), chunk_id)):
-        plan.until(coming[chunk_id], below=plan.score(chunk_id))
-        if coming[chunk_id] <= plan.room:
-            kept.add(chunk_id)
-            plan.room -= coming[chunk_id]
-    plan.until(int(budget * _SPARE), below=min(map(plan.score, coming)))
-    _drop(writer, plan.evicted)
     return kept
 
 
@@ -269,7 +261,7 @@ def evict_some(store: Store, writer: Writer) -> bool:
     """Evict the KV of the least used chunks, a tenth of the budget. False: nothing can be evicted."""
     plan = _Eviction(store, set(), room=0)
     plan.until(max(1, int((store.budget() or space.folder_bytes(store.path)) * _SPARE)))
-    _drop(writer, plan.evicted)
+    plan.drop(writer)
     return bool(plan.evicted)
 
 
@@ -304,7 +296,16 @@ class _Eviction:
                 self.evicted.setdefault(level, []).append(chunk_id)
                 self.room += size
 
+    def fit(self, coming: Mapping[bytes, int]) -> set[bytes]:
+        """Evict less used chunks for those that come, the most used first; return those that fit."""
+        kept = set[bytes]()
+        for chunk_id in sorted(coming, key=lambda chunk_id: (-self.score(chunk_id), chunk_id)):
+            self.until(coming[chunk_id], below=self.score(chunk_id))
+            if coming[chunk_id] <= self.room:
+                kept.add(chunk_id)
+                self.room -= coming[chunk_id]
+        return kept
 
-def _drop(writer: Writer, evicted: Mapping[str, list[bytes]]) -> None:
-    for level in known(evicted):  # the finer first: none is ever there without what it refines
-        writer.drop_level(evicted[level], level)
+    def drop(self, writer: Writer) -> None:
+        for level in known(self.evicted):  # the finer first: none is ever there without what it refines
+            writer.drop_level(self.evicted[level], level)

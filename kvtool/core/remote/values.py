@@ -69,11 +69,6 @@ def file_value(store: Store, entry: FileEntry) -> bytes:
     return seal(tables.name_key(entry.path), Kind.FILE, payload)
 
 
-def open_file(key: bytes, value: bytes) -> tuple[FileEntry, list[DocumentEntry]]:
-    parts = _parts_of_file(key, value)
-    return _checked_file(key, FileEntry.from_bytes(parts[0]), [DocumentEntry.from_bytes(part) for part in parts[1:]])
-
-
 def value_of(store: Store, name: str) -> bytes | None:
     """Return a store's own value by its name, whatever mark the name has; None if the store has no such file, chunk or
     record. Raises DamagedError."""
@@ -121,9 +116,9 @@ def _parts_of_file(key: bytes, value: bytes) -> list[memoryview]:
     return parts
 
 
-def _checked_file(
-    key: bytes, entry: FileEntry, documents: list[DocumentEntry]
-) -> tuple[FileEntry, list[DocumentEntry]]:
+def open_file(key: bytes, value: bytes) -> tuple[FileEntry, list[DocumentEntry]]:
+    first, *others = _parts_of_file(key, value)
+    entry, documents = FileEntry.from_bytes(first), [DocumentEntry.from_bytes(part) for part in others]
     sources = [document.source for document in documents]
     if tables.name_key(entry.path) != key or len(set(sources)) != len(sources) or set(sources) != set(entry.documents):
         raise DamagedError("it is another file, or has other documents than it names")

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,87 +12,38 @@ from kvtool.core.errors import UsageError, did_you_mean
 from kvtool.core.upkeep.selectors import named_documents
 
 if TYPE_CHECKING:
-    from kvtool.core.cache.entries import ChunkRef, DocumentEntry
     from kvtool.core.cache.store import Store
 
 NEVER = math.inf  # age of what was never used
 
 
-@dataclass(frozen=True, slots=True)
-class Listed:
-    """A document without its text, to list a million; `modified` in seconds since 1970."""
+@dataclass(slots=True)
+class DocumentRow:
+    """A document without its text, to list a million, and the sums of its chunks; `modified` in seconds since 1970,
+    other times of the chunk used last."""
 
     source: str
     kind: str
     characters: int
     origin: str
     modified: int | None
-
-    @classmethod
-    def of(cls, document: DocumentEntry, files: Mapping[str, tuple[str, int]]) -> Listed:
-        origin, modified = files.get(document.source, ("", 0))
-        return cls(document.source, document.kind, len(document.text), origin, modified or None)
-
-
-def files_of(store: Store) -> dict[str, tuple[str, int]]:
-    """Map documents to where their files came from, and when those were changed last. Raises DamagedError."""
-    return {
-        source: (entry.origin.name, entry.mtime_ns // 10**9) for entry in store.files() for source in entry.documents
-    }
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A document's chunk; `chunks` are those of its document, `age` is in seconds."""
-
-    document: Listed
-    ref: ChunkRef
     chunks: int
-    levels: dict[str, int]
-    last_used: int | None
-    age: float
-    pinned: bool
-
-    @property
-    def start(self) -> int:
-        return self.ref.start
-
-    @property
-    def tokens(self) -> int:
-        return self.ref.tokens
-
-    @property
-    def bytes(self) -> int:
-        return sum(self.levels.values())
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "id": self.ref.chunk_id.hex(),
-            "start": self.start,
-            "end": self.ref.end,
-            "tokens": self.tokens,
-            "levels": level_rows(self.levels),
-            "bytes": self.bytes,
-            "last_used": self.last_used,
-            "pinned": self.pinned,
-        }
-
-
-@dataclass(slots=True)
-class DocumentRow:
-    """A document and its listed chunks; the fields are those of a `Row`, times of the chunk used last."""
-
-    document: Listed
     start: int = 0
-    chunks: int = 0
     tokens: int = 0
     levels: dict[str, int] = field(default_factory=dict)
     last_used: int | None = None
     age: float = NEVER
     pinned: bool = False
 
+    @property
+    def document(self) -> DocumentRow:
+        return self
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.levels.values())
+
     def add(self, row: Row) -> None:
-        self.chunks += 1
         self.tokens += row.tokens
         for level, size in row.levels.items():
             self.levels[level] = self.levels.get(level, 0) + size
@@ -100,31 +51,39 @@ class DocumentRow:
             self.age, self.last_used = row.age, row.last_used
         self.pinned = self.pinned or row.pinned
 
+    def to_json(self, rows: Iterable[Row]) -> dict[str, Any]:
+        names = ("source", "kind", "characters", "origin", "modified", "tokens", "bytes", "last_used", "pinned")
+        return {name: getattr(self, name) for name in names} | {"chunks": [row.to_json() for row in rows]}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A document's chunk; `age` is in seconds."""
+
+    document: DocumentRow
+    id: str
+    start: int
+    end: int
+    tokens: int
+    levels: dict[str, int]
+    last_used: int | None
+    age: float
+    pinned: bool
+
+    @property
+    def chunks(self) -> int:
+        return self.document.chunks
+
     @property
     def bytes(self) -> int:
         return sum(self.levels.values())
 
-    def to_json(self, chunks: Iterable[Row]) -> dict[str, Any]:
-        own = {name: getattr(self.document, name) for name in ("source", "kind", "characters", "origin", "modified")}
-        summed = {name: getattr(self, name) for name in ("tokens", "bytes", "last_used", "pinned")}
-        return own | summed | {"chunks": [row.to_json() for row in chunks]}
+    def to_json(self) -> dict[str, Any]:
+        names = ("id", "start", "end", "tokens", "bytes", "last_used", "pinned")
+        return {name: getattr(self, name) for name in names} | {"levels": level_rows(self.levels)}
 
 
 AnyRow = TypeVar("AnyRow", Row, DocumentRow)
-
-
-def rows_of(store: Store) -> Iterator[Row]:
-    """All chunks of all documents, in the documents' order. Raises DamagedError."""
-    used, pins, now = store.last_used(), store.pins(), time.time()
-    sources, chunks, files = set(pins["sources"]), set(pins["chunks"]), files_of(store)
-    for document in store.documents():
-        listed = Listed.of(document, files)
-        for ref in document.chunks:
-            last = used.get(ref.chunk_id)
-            age = NEVER if last is None else max(0.0, now - last)
-            pinned = document.source in sources or ref.chunk_id.hex() in chunks
-            sizes = store.level_sizes(ref.chunk_id)
-            yield Row(listed, ref, len(document.chunks), sizes, last, age, pinned)
 
 
 # ---- order -------------------------------------------------------------------------------------------------------
@@ -158,18 +117,28 @@ def list_documents(
 ) -> tuple[list[DocumentRow], list[Row]]:
     """The documents that the targets select, all without any, and their chunks. `sort`: see `parse_sort`; it orders
     documents, or chunks if `by_chunk`. Raises UsageError: a target selects nothing; DamagedError."""
-    in_order = parse_sort(sort)
+    in_order, documents, rows = parse_sort(sort), list[DocumentRow](), list[Row]()
     with store.view():
-        sources, files = {*named_documents(store, targets)} if targets else None, files_of(store)
-        chosen = [document for document in store.documents() if sources is None or document.source in sources]
-        documents = {document.source: DocumentRow(Listed.of(document, files)) for document in chosen}
-        rows = [row for row in rows_of(store) if row.document.source in documents]
-    rows = in_order(rows) if by_chunk else rows
-    for row in rows:
-        documents[row.document.source].add(row)
+        sources = {*named_documents(store, targets)} if targets else None
+        files = {source: entry for entry in store.files() for source in entry.documents}
+        used, pins, now = store.last_used(), {pin for rows in store.pins().values() for pin in rows}, time.time()
+        for document in (each for each in store.documents() if sources is None or each.source in sources):
+            entry = files.get(document.source)
+            origin, modified = (entry.origin.name, entry.mtime_ns // 10**9) if entry is not None else ("", 0)
+            facts = document.kind, len(document.text), origin, modified or None, len(document.chunks)
+            documents.append(DocumentRow(document.source, *facts))
+            for ref in document.chunks:
+                key, last = ref.chunk_id.hex(), used.get(ref.chunk_id)
+                age = NEVER if last is None else max(0.0, now - last)
+                pinned = not pins.isdisjoint((document.source, key))
+                sizes = store.level_sizes(ref.chunk_id)
+                rows.append(Row(documents[-1], key, ref.start, ref.end, ref.tokens, sizes, last, age, pinned))
+                documents[-1].add(rows[-1])
     if not by_chunk:
-        return in_order(documents.values()), rows
-    return [documents[source] for source in dict.fromkeys([*(row.document.source for row in rows), *documents])], rows
+        return in_order(documents), rows
+    rows = in_order(rows)
+    by_source = {row.document.source: row.document for row in rows}
+    return [*(by_source | {document.source: document for document in documents}).values()], rows
 
 
 def listed(documents: Iterable[DocumentRow], rows: Iterable[Row]) -> dict[str, Any]:
@@ -177,6 +146,6 @@ def listed(documents: Iterable[DocumentRow], rows: Iterable[Row]) -> dict[str, A
     sizes = {}
     for row in rows:
         by_source.setdefault(row.document.source, []).append(row)
-        sizes[row.ref.chunk_id] = row.bytes
-    shown = [document.to_json(by_source.get(document.document.source, ())) for document in documents]
+        sizes[row.id] = row.bytes
+    shown = [document.to_json(by_source.get(document.source, ())) for document in documents]
     return {"documents": shown, "chunks": len(sizes), "bytes": sum(sizes.values())}

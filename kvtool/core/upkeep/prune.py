@@ -64,43 +64,24 @@ def prune(path: Path, options: PruneOptions, now: float | None = None) -> PruneR
     now = time.time() if now is None else now
     with Store.open(path) as store:
         if options.dry_run:
-            return _rehearse(_decide(store, options, now), options)
+            report, _, plan = _decide(store, options, now)
+            report.steps += plan.steps
+            if options.compact and _is_too_large(report.before, report.goal):
+                report.after = plan.expected
+                report.compacted = report.before - report.after
+            return report
         with store.writer(options.lock_wait) as writer:
             writer.fold_access()
-            report = _prune(store, writer, _decide(store, options, now), options)
+            report = _prune(store, writer, options, now)
         if any(step.sources for step in report.steps):
             bring_index_up_to_date(store)
         return report
 
 
-@dataclass(frozen=True, slots=True)
-class _Decision:
-    limit: int | None  # bytes that the store may have; None: no size was asked for
-    request: PruneRequest  # without a goal if the limit cannot be reached
-    used: int  # bytes of the folder's files
-    plan: Plan
-    shortfall: NoSpaceError | None = None  # the reason why the limit cannot be reached; None: it can
-    refusal: KvtoolError | None = None  # the reason for doing nothing; None: the plan is carried out
-
-    def report(self) -> PruneReport:
-        goal = self.limit if self.request.goal is None else self.request.goal
-        return PruneReport(self.limit, goal, self.used, self.used, shortfall=self.shortfall)
-
-
-def _rehearse(decision: _Decision, options: PruneOptions) -> PruneReport:
-    report = decision.report()
-    report.dry_run, report.refusal = True, decision.refusal
-    report.steps += decision.plan.steps
-    if options.compact and _is_too_large(decision.used, report.goal):
-        report.after = decision.plan.expected
-        report.compacted = report.before - report.after
-    return report
-
-
-def _prune(store: Store, writer: Writer, decision: _Decision, options: PruneOptions) -> PruneReport:
-    if decision.refusal is not None:
-        raise decision.refusal
-    report, plan = decision.report(), decision.plan
+def _prune(store: Store, writer: Writer, options: PruneOptions, now: float) -> PruneReport:
+    report, request, plan = _decide(store, options, now)
+    if report.refusal is not None:
+        raise report.refusal
     while True:
         report.exact_retained += len(_apply(store, writer, plan))
         report.steps += plan.steps
@@ -112,7 +93,7 @@ def _prune(store: Store, writer: Writer, decision: _Decision, options: PruneOpti
         inventory = take_inventory(store)  # sizes of small records are estimates
         if options.compact:  # free pages that a compaction has left stay
             inventory = replace(inventory, free=0)
-        plan = plan_prune(inventory, decision.request)
+        plan = plan_prune(inventory, request)
     if not report.within_budget and report.shortfall is None:
         holds = f"the store holds {shown_size(report.after)}, over {shown_size(report.limit or 0)}"
         report.shortfall = NoSpaceError(holds, "" if options.compact else "leave out --no-compact")
@@ -172,8 +153,8 @@ def _is_too_large(size: int, goal: int | None) -> bool:
     return goal is not None and size > goal
 
 
-def _decide(store: Store, options: PruneOptions, now: float) -> _Decision:
-    """Plan a prune, and hold the plan against its limit.
+def _decide(store: Store, options: PruneOptions, now: float) -> tuple[PruneReport, PruneRequest, Plan]:
+    """Plan a prune, and hold the plan against its limit: `report.refusal` says why nothing may be done.
 
     A limit that cannot be reached lets nothing go: all KV would have to be computed again, for a store that is too
     large all the same. What was asked for whatever the size is done; where that is nothing, the prune is refused.
@@ -182,24 +163,22 @@ def _decide(store: Store, options: PruneOptions, now: float) -> _Decision:
     limit, request = _request(store, options, now)
     inventory = take_inventory(store)
     plan = plan_prune(inventory, request)
-    if limit is None or request.goal is None:
-        return _Decision(limit, request, inventory.used, plan, refusal=_too_much(inventory, plan, options))
-    if request.goal < plan.expected <= limit:
-        request = replace(request, goal=limit)
-        plan = plan_prune(inventory, request)
-    shortfall = None
-    if plan.expected > limit:
-        shortfall = NoSpaceError(
-            f"the store cannot get down to {shown_size(limit)}, so nothing was removed for the size; without all that "
-            f"may be removed it holds up to {shown_size(plan.expected)}",
-            f"--max-size {size_from(plan.expected + _MARGIN)} can be reached; "
-            "`kvtool store pin --remove` and --unused let more be removed",
-        )
-        if not request.whatever_the_size:
-            return _Decision(limit, request, inventory.used, plan, shortfall, shortfall)
-        request = replace(request, goal=None)
-        plan = plan_prune(inventory, request)
-    return _Decision(limit, request, inventory.used, plan, shortfall, _too_much(inventory, plan, options))
+    report = PruneReport(limit, limit, inventory.used, inventory.used, dry_run=options.dry_run)
+    if limit is not None and request.goal is not None and request.goal < plan.expected:
+        if plan.expected > limit:
+            report.shortfall = NoSpaceError(
+                f"the store cannot get down to {shown_size(limit)}, so nothing was removed for the size; without all "
+                f"that may be removed it holds up to {shown_size(plan.expected)}",
+                f"--max-size {size_from(plan.expected + _MARGIN)} can be reached; "
+                "`kvtool store pin --remove` and --unused let more be removed",
+            )
+            report.refusal = None if request.whatever_the_size else report.shortfall
+        if report.refusal is None:
+            request = replace(request, goal=limit if report.shortfall is None else None)
+            plan = plan_prune(inventory, request)
+    report.goal = limit if request.goal is None else request.goal
+    report.refusal = report.refusal or _too_much(inventory, plan, options)
+    return report, request, plan
 
 
 def _request(store: Store, options: PruneOptions, now: float) -> tuple[int | None, PruneRequest]:

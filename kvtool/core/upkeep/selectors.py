@@ -24,7 +24,7 @@ def named_documents(store: Store, targets: Sequence[str]) -> list[str]:
             sources |= exactly
             continue
         named = documents_of(store) if named is None else named
-        sources |= set(_spelled_or_meant(target, named, lambda digits: _with_chunk(store, digits)))
+        sources |= _in_composed_form(target, named, lambda digits: _with_chunk(store, digits))
     return sorted(sources)
 
 
@@ -45,17 +45,13 @@ def documents_of(store: Store) -> dict[str, str]:
     return {path: path for path in store.unfinished()} | paths
 
 
-def _spelled_or_meant(target: str, named: Named, with_chunk: Callable[[str], Iterable[str]]) -> Iterable[str]:
-    """Match a word exactly if that is a name; otherwise compare it with names in composed Unicode form."""
-    known = {*named, *named.values()}
-    if target.isascii() or not known.isdisjoint((target, os.path.abspath(target))):
-        return _meant(target, named, with_chunk)
-    spelled: dict[str, list[str]] = {}
-    for source in named:
-        spelled.setdefault(composed(source), []).append(source)
+def _in_composed_form(target: str, named: Named, with_chunk: Callable[[str], Iterable[str]]) -> set[str]:
+    """Compare a word that is no name with names, in composed Unicode form."""
+    if target.isascii():
+        return {*_meant(target, named, with_chunk)}
     alike = {composed(source): composed(file) for source, file in named.items()}
-    meant = _meant(composed(target), alike, with_chunk)
-    return [source for name in meant for source in spelled.get(name, [name])]
+    meant = {*_meant(composed(target), alike, with_chunk)}
+    return {source for source in named if composed(source) in meant}
 
 
 def _meant(target: str, named: Named, with_chunk: Callable[[str], Iterable[str]]) -> Iterable[str]:
@@ -63,7 +59,8 @@ def _meant(target: str, named: Named, with_chunk: Callable[[str], Iterable[str]]
         raise UsageError("an empty name means no document", _LISTED)
     for path in (os.path.abspath(target), target):
         sources = [source for source, file in named.items() if path in (source, file)]
-        if sources := sources or [source for source, file in named.items() if _is_below(file, path)]:
+        below = f"{path.rstrip('/')}/"
+        if sources := sources or [source for source, file in named.items() if below != "/" and file.startswith(below)]:
             return sources
     if sources := _ending(target, named):
         return sources
@@ -83,10 +80,6 @@ def _folder_hint(target: str, named: Named) -> str:
     folders = {str(folder) for file in named.values() for folder in PurePosixPath(file).parents}
     meant = sorted(folder for folder in folders if folder.endswith(tail))
     return f"name a folder by its path: {meant[0]}" if meant else ""
-
-
-def _is_below(file: str, folder: str) -> bool:
-    return file.startswith(folder.rstrip("/") + "/") if folder.rstrip("/") else False
 
 
 def matches_glob(glob: str, source: str, file: str) -> bool:

@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.errors import RemoteError, UsageError
-from kvtool.core.remote.blobs import SequentialReader, seconds_held
+from kvtool.core.remote.blobs import seconds_held
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS blobs (name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
@@ -29,6 +29,8 @@ def from_url(url: str, timeout: float) -> SqliteBlobs:
 
 class SqliteBlobs:
     """Values by name in a table; every change is a transaction of its own."""
+
+    at_once, joined = 1, 0  # one request after the other
 
     def __init__(self, path: str, timeout: float) -> None:
         self.url = f"sqlite://{path}"
@@ -79,8 +81,8 @@ class SqliteBlobs:
         with self._changing():
             self._db.execute("DELETE FROM held WHERE name = ?", (name,))
 
-    def reader(self) -> SequentialReader:
-        return SequentialReader(self._read)
+    def fetch(self, request: BlobRequest) -> Iterator[bytes | None]:
+        yield self._read(request)
 
     def close(self) -> None:
         self._db.close()
