@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtool.core.streaming.fetch_state import PREDICTORS, Fetch, Ladder, Part, Rung, Task
+from kvtool.core.streaming.fetch_state import Fetch, Ladder, Part, Rung, Task
+from samples.benchmarks.streaming.predictors import PREDICTORS
 from samples.benchmarks.streaming.simulate import meets, simulate
 from samples.benchmarks.streaming.traces import LinkTrace
 from tests.streaming.making import MB, Watched, adaptive, ladder, steady, task, tasks, traces

@@ -1,7 +1,7 @@
 """Fetching of a prompt's chunks from a shared store under a time objective, while those before are decoded, and others
 are computed.
 
-CacheGen (arXiv 2310.07240, section 5) and Cake (arXiv 2410.03065, section 4). `streaming/compute_fetch_overlap.py`
+CacheGen (arXiv 2310.07240, section 5) and Cake (arXiv 2410.03065, section 4). `streaming/policy.py`
 decides what is fetched next, how fine, and what is computed from its text instead; samples/benchmarks/stream.py
 simulates the same policy. Here it runs over a network.
 """
@@ -34,9 +34,8 @@ from kvtool.core.fusion.plan import Plan, Segment, build_plan, with_stored_rows
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.model.prefill import LeadIn, PrefillItem, PrefillStopped, prefill_chunks
 from kvtool.core.session.identity import MeasuredLosses
-from kvtool.core.streaming.compute_fetch_overlap import OverlapPolicy
-from kvtool.core.streaming.fetch_state import Fetch, Ladder, Part, Policy, Rung, Task, make_estimator
-from kvtool.core.streaming.policy import DEPTH
+from kvtool.core.streaming.fetch_state import Fetch, Harmonic, Ladder, Part, Policy, Rung, Task
+from kvtool.core.streaming.policy import DEPTH, OverlapPolicy
 
 if TYPE_CHECKING:
     from kvtool.core.model.prefill import ChunkKV
@@ -84,7 +83,7 @@ def stream_prompt(session: Session, layout: PromptLayout, options: LoadOptions, 
         computing = Computing(plan, speeds, selector, frozenset(holes))
         alone = partial(_alone, session, plan, speeds)
         task = Task(ladders, computing, options.slo_ms / 1e3, ahead.seconds, alone)
-        policy = OverlapPolicy(task, make_estimator(options.stream_predictor), options.stream_margin)
+        policy = OverlapPolicy(task, Harmonic(), options.stream_margin)
         Driver(link, segments, policy, ahead, started - layout.retrieve_ms / 1e3).run()
         levels = computing.settled(policy.levels | dict.fromkeys(policy.computed, COMPUTED))
         levels = {number: level for number, level in levels.items() if level is not None or number not in holes}
