@@ -11,7 +11,7 @@ import hashlib
 import os
 import time
 from base64 import b64decode, b64encode
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -163,24 +163,6 @@ def _is_whole(entry: FileEntry, store: Store) -> bool:
     return all(document and all(store.has_chunk(c.chunk_id) for c in document.chunks) for document in documents)
 
 
-def gone(paths: Sequence[Path], store: Store, present: set[str]) -> Iterator[FileEntry]:
-    roots = _roots(paths)
-    return (entry for entry in store.files() if _is_gone(entry.path, roots, present))
-
-
-def abandoned(paths: Sequence[Path], store: Store, present: set[str]) -> list[str]:
-    roots = _roots(paths)
-    return [path for path in store.unfinished() if _is_gone(path, roots, present)]
-
-
-def _is_gone(path: str, roots: set[Path], present: set[str]) -> bool:
-    return path not in present and is_below(path, roots) and not _exists(Path(path))
-
-
-def _roots(paths: Sequence[Path]) -> set[Path]:
-    return {place for path in paths for place in places(path)}
-
-
 def vanished(paths: Sequence[Path], store: Store) -> list[Path]:
     """Find the given folders that are empty or missing but have files in the store: a disk may not be mounted."""
     empty = {path: set(places(path)) for path in paths if not holds_anything(path)}
@@ -202,7 +184,7 @@ def is_below(path: str, roots: set[Path]) -> bool:
     return not roots.isdisjoint((Path(path), *Path(path).parents))
 
 
-def _exists(path: Path) -> bool:
+def exists(path: Path) -> bool:
     """Return True also for an unreadable path: a failing disk is no reason to remove documents."""
     try:
         path.stat()  # `exists` says no of it from Python 3.14 on
