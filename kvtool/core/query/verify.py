@@ -12,17 +12,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from kvtool.core.common.timeline import add_span
-from kvtool.core.fusion.engine import Fused, fuse
+from kvtool.core.fusion.engine import Fused
 from kvtool.core.fusion.plan import Plan, build_plan, extend_plan
-from kvtool.core.fusion.selectors.full import Full
-from kvtool.core.model.generate import Generated, Sampling, follow
+from kvtool.core.model.generate import Generated
 from kvtool.core.query.reply import Verified
-
-if TYPE_CHECKING:
-    from kvtool.core.session.session import Session
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,26 +46,9 @@ class Check:
         )
 
 
-def check(
-    session: Session,
-    fused: Fused,
-    has_prefix: bool,
-    draft: Generated,
-    sampling: Sampling,
-    since: float | None = None,
-) -> Check:
-    """Prefill a draft's prompt in full, over the fused cache, and follow the draft as long as that agrees. The first
-    segment is what earlier turns left, and exact, if `has_prefix`. `sampling`: how the draft was chosen, greedily."""
-    started = time.perf_counter()
-    with session.lock:
-        plan = _in_full(fused.plan, has_prefix)
-        exact = fuse(session.decoder, plan, Full(), session.source, timeline=session.timeline, cache=fused.cache)
-        prefill_ms = add_span(session.timeline, "verify: full prefill", started) * 1e3
-        known = follow(session.decoder, exact.cache, exact.logits, draft.script, sampling)
-    return Check(draft, exact, known, started if since is None else since, prefill_ms)
-
-
-def _in_full(plan: Plan, has_prefix: bool) -> Plan:
+def uncached_plan(plan: Plan, has_prefix: bool) -> Plan:
+    """Return the plan of the same prompt in full; the first segment is what earlier turns left, and exact, if
+    `has_prefix`."""
     first, *chunks, question = plan.segments
     build = extend_plan if has_prefix else build_plan
     return build(first.source, [segment.source for segment in chunks], question.source.ids)

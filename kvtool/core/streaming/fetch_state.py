@@ -97,7 +97,6 @@ class Fetch:
     chunk: int
     level: str
     parts: tuple[Part, ...]
-    give_up_at: float | None  # seconds from the question's start, as seen at the request (`Policy.give_up_at`)
     estimated_bytes_per_second: float | None  # at the request, before the margin; None: no estimate yet
 
     @property
@@ -231,10 +230,8 @@ class Policy(ABC):
     def _ask(self, now: float, ladder: Ladder, number: int, decision: str) -> Fetch:
         rung = ladder.rungs[number]
         rate = self._estimator.bytes_per_second
-        draft = Fetch(ladder.chunk, rung.level, rung.absent(self._coming(ladder)), None, rate)
-        self._flying.append(Flight(draft, now, decision))
-        fetch = Fetch(draft.chunk, draft.level, draft.parts, self.give_up_at(draft), rate)
-        self._flying[-1] = Flight(fetch, now, decision)
+        fetch = Fetch(ladder.chunk, rung.level, rung.absent(self._coming(ladder)), rate)
+        self._flying.append(Flight(fetch, now, decision))
         self._count(ladder.chunk)
         return fetch
 
