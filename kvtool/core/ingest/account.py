@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from mimetypes import guess_type
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvtool.core.cache import space
 from kvtool.core.cache.entries import ChunkSpec, FileEntry
@@ -23,10 +23,8 @@ from kvtool.core.corpus.walk import Failure, FoundFile, Skip, Skipped, places
 from kvtool.core.errors import KvtoolError
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.ingest.report import PHASES, Forecast, IngestReport
+from kvtool.core.ingest.survey import PreparedFile
 from kvtool.core.session.identity import StoreIdentity
-
-if TYPE_CHECKING:
-    from kvtool.core.ingest.stream import PreparedFile
 
 
 class Account:

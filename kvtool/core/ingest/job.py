@@ -22,7 +22,8 @@ from kvtool.core.ingest.account import Account, forecast, kv_bytes_a_token
 from kvtool.core.ingest.choices import Choices, lead_in_change
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.ingest.report import Forecast, IngestReport
-from kvtool.core.ingest.stream import NewChunks, PreparedFile, Stream
+from kvtool.core.ingest.stream import NewChunks, Stream
+from kvtool.core.ingest.survey import PreparedFile
 from kvtool.core.session.identity import MeasuredLosses, lead_ins_of
 
 if TYPE_CHECKING:

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
-from kvtool.core.cache.entries import ChunkRef, ChunkSpec, DocumentEntry, FileEntry
+from kvtool.core.cache.entries import ChunkSpec, FileEntry
 from kvtool.core.cache.store import Store
-from kvtool.core.common.types import Ids
 from kvtool.core.corpus.options import Shard
-from kvtool.core.corpus.readers.document import Document
 from kvtool.core.corpus.reading import Reading
-from kvtool.core.corpus.tables import split_document
 from kvtool.core.corpus.walk import Failure, Skipped, Walked, find_files, places
 from kvtool.core.errors import UsageError
 from kvtool.core.ingest.account import Account
@@ -25,60 +20,16 @@ from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.ingest.survey import (
     ChangedFile,
     Outcome,
+    PreparedFile,
     Seen,
     exists,
     is_below,
     is_known,
+    prepare,
     reason_of,
     survey,
     vanished,
 )
-from kvtool.core.model.prompt import chunk_tokens
-from kvtool.core.model.tokens import count_tokens
-from kvtool.core.session.identity import NEIGHBOUR, StoreIdentity
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedFile:
-    entry: FileEntry
-    documents: tuple[DocumentEntry, ...]
-    chunks: tuple[ChunkSpec, ...]
-    is_new: bool
-
-    @property
-    def chunk_ids(self) -> tuple[bytes, ...]:
-        return tuple(chunk.chunk_id for chunk in self.chunks)
-
-
-def prepare(file: ChangedFile, identity: StoreIdentity, tokenizer: Any) -> PreparedFile:
-    documents: list[DocumentEntry] = []
-    chunks: list[ChunkSpec] = []
-    for document in file.documents:
-        cut, wanted = _cut(document, identity, tokenizer)
-        documents.append(cut)
-        chunks.extend(wanted)
-    entry = FileEntry(
-        path=file.found.name,
-        size=file.found.size,
-        mtime_ns=file.found.mtime_ns,
-        digest=file.digest,
-        settings=file.settings,
-        documents=tuple(document.source for document in documents),
-        notes=file.notes,
-    )
-    return PreparedFile(entry, tuple(documents), tuple(chunks), file.known is None)
-
-
-def _cut(document: Document, identity: StoreIdentity, tokenizer: Any) -> tuple[DocumentEntry, list[ChunkSpec]]:
-    document, spans = split_document(document, identity.split, count_tokens(tokenizer))
-    ids = chunk_tokens(tokenizer, [document.text[span.start : span.end] for span in spans])
-    befores: list[Ids] = [(), *ids[:-1]] if identity.lead_in.mode == NEIGHBOUR else [()] * len(ids)
-    wanted = [identity.wanted(*pair) for pair in zip(ids, befores, strict=True)]
-    refs = [
-        ChunkRef(chunk.chunk_id, span.start, span.end, len(chunk.ids))
-        for span, chunk in zip(spans, wanted, strict=True)
-    ]
-    return DocumentEntry(document.source, document.kind, document.text, tuple(refs), document.marks), wanted
 
 
 def walk(options: IngestOptions, remembers: Callable[[Path], bool]) -> Walked:

@@ -1,4 +1,4 @@
-"""Survey of files for changes; loads no model and no tokenizer.
+"""Survey of files for changes, and the chunks of changed files; loads no model.
 
 An unchanged file costs a stat. Marks are stored in a side file: digests of a file's path, its place and times on the
 disk, and the digest of its content. A mark counts only if the store has that content; a file without one is read again.
@@ -15,11 +15,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from kvtool.core import __version__
-from kvtool.core.cache.entries import FileEntry
+from kvtool.core.cache.entries import ChunkRef, ChunkSpec, DocumentEntry, FileEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.common.files import read_regular
+from kvtool.core.common.types import Ids
 from kvtool.core.corpus.readers import kind_of
 from kvtool.core.corpus.readers.document import (
     BinaryFile,
@@ -32,8 +34,12 @@ from kvtool.core.corpus.readers.document import (
 )
 from kvtool.core.corpus.readers.unknown import SNIFFED, check, check_text
 from kvtool.core.corpus.reading import Reading
+from kvtool.core.corpus.tables import split_document
 from kvtool.core.corpus.walk import Failure, FoundFile, Skip, Skipped, places
 from kvtool.core.errors import DamagedError, KvtoolError
+from kvtool.core.model.prompt import chunk_tokens
+from kvtool.core.model.tokens import count_tokens
+from kvtool.core.session.identity import NEIGHBOUR, StoreIdentity
 
 _LARGEST_ARCHIVE = 1 << 28  # bytes
 _LARGEST = 1 << 31  # bytes; a file is read as a whole, and several copies of its text are made
@@ -161,6 +167,55 @@ def _is_whole(entry: FileEntry, store: Store) -> bool:
     except DamagedError:
         return False
     return all(document and all(store.has_chunk(c.chunk_id) for c in document.chunks) for document in documents)
+
+
+# ---- the chunks of a changed file ----
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedFile:
+    entry: FileEntry
+    documents: tuple[DocumentEntry, ...]
+    chunks: tuple[ChunkSpec, ...]
+    is_new: bool
+
+    @property
+    def chunk_ids(self) -> tuple[bytes, ...]:
+        return tuple(chunk.chunk_id for chunk in self.chunks)
+
+
+def prepare(file: ChangedFile, identity: StoreIdentity, tokenizer: Any) -> PreparedFile:
+    documents: list[DocumentEntry] = []
+    chunks: list[ChunkSpec] = []
+    for document in file.documents:
+        cut, wanted = _cut(document, identity, tokenizer)
+        documents.append(cut)
+        chunks.extend(wanted)
+    entry = FileEntry(
+        path=file.found.name,
+        size=file.found.size,
+        mtime_ns=file.found.mtime_ns,
+        digest=file.digest,
+        settings=file.settings,
+        documents=tuple(document.source for document in documents),
+        notes=file.notes,
+    )
+    return PreparedFile(entry, tuple(documents), tuple(chunks), file.known is None)
+
+
+def _cut(document: Document, identity: StoreIdentity, tokenizer: Any) -> tuple[DocumentEntry, list[ChunkSpec]]:
+    document, spans = split_document(document, identity.split, count_tokens(tokenizer))
+    ids = chunk_tokens(tokenizer, [document.text[span.start : span.end] for span in spans])
+    befores: list[Ids] = [(), *ids[:-1]] if identity.lead_in.mode == NEIGHBOUR else [()] * len(ids)
+    wanted = [identity.wanted(*pair) for pair in zip(ids, befores, strict=True)]
+    refs = [
+        ChunkRef(chunk.chunk_id, span.start, span.end, len(chunk.ids))
+        for span, chunk in zip(spans, wanted, strict=True)
+    ]
+    return DocumentEntry(document.source, document.kind, document.text, tuple(refs), document.marks), wanted
+
+
+# ---- what is gone, and what is still there ----
 
 
 def vanished(paths: Sequence[Path], store: Store) -> list[Path]:

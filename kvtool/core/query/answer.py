@@ -14,7 +14,7 @@ from kvtool.core.errors import KvtoolError
 from kvtool.core.evaluate.measures import score
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.options import selector_for
-from kvtool.core.fusion.plan import Segment
+from kvtool.core.fusion.plan import Segment, build_plan, extend_plan
 from kvtool.core.fusion.prefix_cache import extend_prefix
 from kvtool.core.fusion.selectors import AUTO, WEIGHED
 from kvtool.core.fusion.selectors.full import Full
@@ -33,7 +33,6 @@ from kvtool.core.query.reply import OWN_TEXT, Reply, ReplyChunk, Request, Verifi
 from kvtool.core.query.retrieve import Retrieved, retrieve
 from kvtool.core.query.staleness import with_changes
 from kvtool.core.query.streaming import fetch_prompt
-from kvtool.core.query.verify import Check, uncached_plan
 from kvtool.core.records.encode import LeadIns
 from kvtool.core.records.read import repair_chunks
 from kvtool.core.session.identity import lead_ins_of
@@ -101,7 +100,7 @@ class PreparedAnswer:
         `sampling`: how the draft was chosen, greedily. `since`: when it ended; None: now."""
         session, cache, started = self.session, self.outcome.fused.cache, time.perf_counter()
         with session.lock:
-            plan = uncached_plan(self.outcome.fused.plan, self.layout.prefix is not None)
+            plan = _in_full(self.outcome.fused.plan, self.layout.prefix is not None)
             exact = fuse(session.decoder, plan, Full(), session.source, timeline=session.timeline, cache=cache)
             prefill_ms = add_span(session.timeline, "verify: full prefill", started) * 1e3
             known = follow(session.decoder, exact.cache, exact.logits, draft.script, sampling)
@@ -197,6 +196,39 @@ class PreparedAnswer:
                 "forward": session.decoder.forward_name,
                 "weights": session.decoder.loaded.weights,
             },
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Check of a verified answer (`--verify`). What a fused cache says is a draft, shown at once. Full prefill of the
+    same prompt (`exact`) then runs into the draft's buffers, and the draft's tokens follow it as far as full prefill
+    would have chosen them; the rest is generated from there. All rows are those of `--fusion full`, bit by bit, so the
+    final answer is its own, token by token.
+
+    `known`: full prefill's tokens as far as the draft agrees, and the first other one; all but the last have rows.
+    `since`: end of the draft (`time.perf_counter`). Draft cheaply and verify exactly is the idea of Lynx (arXiv
+    2607.01831), for compressed caches.
+    """
+
+    draft: Generated
+    exact: Fused
+    known: Sequence[int]
+    since: float
+    prefill_ms: float
+
+    def verdict(self, generated: Generated, first_ms: float) -> Verified:
+        """Return what became of the draft. `generated`: by full prefill. `first_ms`: to the draft's first token."""
+        agreed = [ours == theirs for ours, theirs in zip(self.known, self.draft.script, strict=False)]
+        draft = self.draft.text.strip()
+        checking_ms = (time.perf_counter() - self.since) * 1e3
+        return Verified(
+            accepted=min(sum(agreed), len(self.draft.ids)),
+            drafted=len(self.draft.ids),
+            draft=None if draft == generated.text.strip() else draft,
+            first_ms=first_ms,
+            prefill_ms=self.prefill_ms,
+            final_ms=first_ms + self.draft.milliseconds + checking_ms,
         )
 
 
@@ -335,6 +367,14 @@ def _keep(session: Session, fused: Fused, computed: Sequence[Segment], again: bo
             session.warn(f"a learned passage was computed in place: {segment.reason}", "it is learned again")
         if lost:  # not those that are stored at another level than is asked for
             session.learned.forget({segment.source.chunk_id for segment in lost})
+
+
+def _in_full(plan: Plan, has_prefix: bool) -> Plan:
+    """Return the plan of the same prompt in full; the first segment is what earlier turns left, and exact, if
+    `has_prefix`."""
+    first, *chunks, question = plan.segments
+    build = extend_plan if has_prefix else build_plan
+    return build(first.source, [segment.source for segment in chunks], question.source.ids)
 
 
 def _verified(generated: Generated, checked: Check | None, timing: dict[str, float]) -> Verified:

@@ -22,7 +22,7 @@ from kvtool.core.model.generate import Generated
 from kvtool.core.model.prompt import RESULT, question_tokens, said_tokens, turn_header
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.model.recurrent import is_recurrent
-from kvtool.core.query.answer import OnText, PreparedAnswer, begin_answer
+from kvtool.core.query.answer import Check, OnText, PreparedAnswer, begin_answer
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.prompt import (
     OTHER_TEXT,
@@ -35,7 +35,6 @@ from kvtool.core.query.prompt import (
     record_marks,
 )
 from kvtool.core.query.reply import Reply, Request
-from kvtool.core.query.verify import Check
 
 if TYPE_CHECKING:
     from kvtool.core.model.hf.states import Marked
