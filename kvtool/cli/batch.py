@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
     from kvtool.core.common.timeline import Timeline
     from kvtool.core.evaluate.measures import Row
-    from kvtool.core.query.audit import Auditor
     from kvtool.core.query.reply import Reply
     from kvtool.core.query.retrieve import Retrieved
     from kvtool.core.retrieval.finder import Finder
@@ -73,7 +72,6 @@ class Batch:
         self._numbers: dict[str, list[Row]] = {}  # by mode, one row a question
         self._reads = run.out.on_terminal  # else a program does
         self._audits = modes is None and options.audit > 0
-        self._auditor: Auditor | None = None
         self._failed = self._audited = 0
 
     def run(self, requests: Sequence[Request], searches: Sequence[Search]) -> int | None:
@@ -146,11 +144,10 @@ class Batch:
 
     def _audit(self, reply: Reply) -> None:
         """Answer in full, too, where this question is drawn: the printed line is final."""
-        from kvtool.core.query.audit import Auditor
+        from kvtool.core.query.audit import audit_answer, is_audit_due
 
-        self._auditor = self._auditor or Auditor(self._session)
-        if self._auditor.is_due(reply, self._options.audit):
-            self._audited += self._auditor.audit(reply, self._options) is not None
+        if is_audit_due(self._session, reply, self._options.audit):
+            self._audited += audit_answer(self._session, reply, self._options) is not None
 
     def _replies_to(self, request: Request, search: Search | None) -> list[Reply]:
         if isinstance(search, KvtoolError):

@@ -130,13 +130,12 @@ def _answer(run: Run, session: Session, request: Request, options: QueryOptions,
 
 def _audit(run: Run, session: Session, reply: Reply, options: QueryOptions) -> None:
     """Answer in full, too, where this question is drawn: the printed answer is final."""
-    from kvtool.core.query.audit import Auditor
+    from kvtool.core.query.audit import audit_answer, is_audit_due
 
-    auditor = Auditor(session)
-    if not auditor.is_due(reply, options.audit):
+    if not is_audit_due(session, reply, options.audit):
         return
     run.out.doing("auditing")
-    if (done := auditor.audit(reply, options)) is not None:
+    if (done := audit_answer(session, reply, options)) is not None:
         run.out.status(audited(done))
 
 

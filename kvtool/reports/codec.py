@@ -98,7 +98,7 @@ def chosen_schemes(names: Sequence[str], profile: Profile | None, heavy: HeavyRo
 
 
 def codec_rows(session: Session, schemes: Mapping[str, Scheme], options: QueryOptions) -> RowsOf:
-    from kvtool.core.compress.loss import Question, measure_one
+    from kvtool.core.compress.loss import Question, measure
     from kvtool.core.query.prompt import lay_out
 
     _ = session.decoder  # whose context a prompt has to fit
@@ -111,7 +111,7 @@ def codec_rows(session: Session, schemes: Mapping[str, Scheme], options: QueryOp
                     f"chunk {segment.source.chunk_id.hex()[:12]} is not stored exactly",
                     "ingest its document into a new store",
                 )
-        return measure_one(session, Question(plan, request.answers), {name: schemes[name] for name in names})
+        return measure(session, Question(plan, request.answers), {name: schemes[name] for name in names})
 
     return rows_of
 

@@ -20,9 +20,8 @@ from kvtool.core.query.reply import Reply, ReplyChunk, Request
 
 if TYPE_CHECKING:
     from kvtool.core.model.generate import AnswerSequence, Generated
-    from kvtool.core.query.answer import PreparedAnswer
+    from kvtool.core.query.answer import Check, PreparedAnswer
     from kvtool.core.query.conversation import Conversation
-    from kvtool.core.query.verify import Check
 
 
 class BusyError(KvtoolError):

@@ -29,7 +29,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parents[2]
 _UP_S = 300.0  # for a server to come up
-PARTS = ("import", "load model", "retrieve", "generate")  # spans of the timeline, and `fuse: MODE`
+PARTS = ("import", "load model", "retrieve", "lay out", "generate")  # spans of the timeline, and `fuse: MODE`
 # The process ends by `os._exit`: it prints what it has imported before that.
 _LISTED = """
 import json, os, sys

@@ -24,11 +24,12 @@ from kvtool.core.fusion.cost import PassSpeed
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.session.session import Session
 from kvtool.core.session.speeds import recalled
-from kvtool.core.streaming.fetch_state import DEFAULT_MARGIN, DEFAULT_PREDICTOR, PREDICTORS
+from kvtool.core.streaming.fetch_state import DEFAULT_MARGIN
 from kvtool.core.streaming.policy import DEPTH
 from samples.benchmarks.script import Parser, parser, positive, run, several, whole
 from samples.benchmarks.streaming.bench import StreamBench, StreamOptions, bench_stream
 from samples.benchmarks.streaming.context import DEFAULT_LEVELS, Context, read_levels, shape_context, store_context
+from samples.benchmarks.streaming.predictors import DEFAULT_PREDICTOR, PREDICTORS
 from samples.benchmarks.streaming.speeds import GPUS, GivenSpeeds
 from samples.benchmarks.streaming.tables import (
     CASE_HEAD,

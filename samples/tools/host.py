@@ -44,8 +44,8 @@ from kvtool.core.fusion.loader import StoreSource, open_loader
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
 from kvtool.core.ingest.account import Account
 from kvtool.core.ingest.options import IngestOptions
-from kvtool.core.ingest.prepare import PreparedFile
 from kvtool.core.ingest.storer import BATCH_TOKENS, ChunkStorer
+from kvtool.core.ingest.survey import PreparedFile
 from kvtool.core.kernels.rope import CopyWithRope, CosSin, copy_with_rope
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.kinds import KVShape

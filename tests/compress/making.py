@@ -161,14 +161,12 @@ def refit(path: Path, *levels: str, **options: Any) -> CompressReport:
 
 
 def fixed_losses(monkeypatch: pytest.MonkeyPatch, losses: dict[str, float] = LOSSES) -> list[list[str]]:
-    """Measure these losses instead; returns which schemes are asked for, a list a call."""
+    """Measure these losses instead; returns which schemes are asked for, a list for each question."""
     asked: list[list[str]] = []
 
-    def measure(session: Any, questions: Any, schemes: Sequence[str], *_: Any) -> dict[str, list[Any]]:
+    def measure(session: Any, question: Any, schemes: Sequence[str]) -> dict[str, Any]:
         asked.append(list(schemes))
-        return {
-            level: [{"kl_first": losses[level], "kl_answer": losses[level], "top1_agrees": 1.0}] for level in schemes
-        }
+        return {level: {"kl_first": losses[level], "kl_answer": losses[level], "top1_agrees": 1.0} for level in schemes}
 
     monkeypatch.setattr(job, "measure", measure)
     return asked

@@ -16,7 +16,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.codec.decode import TransformCodec
 from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.lossless import Lossless
-from kvtool.core.compress import encoders, level_writer
+from kvtool.core.compress import level_writer
 from kvtool.core.compress.level_writer import _within
 from kvtool.core.errors import DamagedError
 from kvtool.core.records.encode import encoder_threads
@@ -83,7 +83,7 @@ def test_second_run(profile: bool, plain: Path, fitted: Path, monkeypatch: pytes
     path = fitted if profile else plain
     run(path, *NESTED, "lossless")
     before = files_below(path)
-    monkeypatch.setattr(encoders, "encode_levels", None)
+    monkeypatch.setattr(level_writer, "encode_levels", None)
     report = run(path, *NESTED, "lossless")
     assert (report.encoded, report.kept, report.skipped) == (0, len(chunks_in(path)), 0)
     assert report.bytes_before == report.bytes_after
@@ -120,7 +120,7 @@ def test_interrupted_run(error: BaseException, keep_raw: bool, plain: Path, monk
     monkeypatch.setattr(level_writer, "_AT_ONCE", 2)
     exact = {chunk: decoded(plain, chunk, "raw") for chunk in chunks_in(plain)}
     with monkeypatch.context() as patch:
-        breaking(patch, encoders, "encode_levels", 5, error)
+        breaking(patch, level_writer, "encode_levels", 5, error)
         with pytest.raises(type(error)):
             run(plain, "1", "2", keep_raw=keep_raw)
     done = ["1", "2", "raw"] if keep_raw else ["1", "2"]

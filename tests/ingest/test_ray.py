@@ -89,9 +89,7 @@ class Backwards:
 
     def __init__(self, recipe: Recipe, most: int) -> None:
         worker = RemotePrefillWorker(recipe, 0)
-        self._actor = SimpleNamespace(
-            **{name: SimpleNamespace(remote=getattr(worker, name)) for name in ("prefix", "chunks")}
-        )
+        self._actor = SimpleNamespace(compute=SimpleNamespace(remote=worker.compute))
         self.states = [worker.state() for _ in range(2)]
         self.pool, self._most, self._tasks = self, most, list[tuple[Any, Any]]()
         self.is_closed = False
@@ -230,9 +228,9 @@ def test_a_worker_says_what_is_wrong_with_its_model(alone: tuple[object, ...], t
         identity = store_identity(store)
     other = replace(identity, fingerprint="0" * 64)
     with pytest.raises(ModelError, match="another model"):
-        RemotePrefillWorker(Recipe(other, ModelOptions(model=identity.model), "raw", "raw"), 0).state()
+        RemotePrefillWorker(Recipe(other, ModelOptions(model=identity.model), "raw"), 0).state()
     with pytest.raises(ModelError):
-        RemotePrefillWorker(Recipe(identity, ModelOptions(model=str(tmp_path / "gone")), "raw", "raw"), 0).state()
+        RemotePrefillWorker(Recipe(identity, ModelOptions(model=str(tmp_path / "gone")), "raw"), 0).state()
 
 
 def test_an_address_without_a_cluster_leaves_no_store(tiny: Path, tmp_path: Path) -> None:

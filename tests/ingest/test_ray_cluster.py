@@ -12,8 +12,7 @@ import pytest
 from kvtool.core.common.installing import extra_line
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.ingest.options import IngestOptions
-from kvtool.core.ingest.ray_cluster import check_reachable, share_of
-from kvtool.core.ingest.ray_storer import Workers, WorkerState
+from kvtool.core.ingest.ray_storer import Workers, WorkerState, check_reachable, share_of
 
 
 def test_what_a_cluster_has_not_is_refused() -> None:

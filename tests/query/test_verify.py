@@ -10,7 +10,7 @@ import pytest
 
 import kvtool as package
 from kvtool.core.errors import UsageError
-from kvtool.core.query import verify as module
+from kvtool.core.query.answer import PreparedAnswer
 from kvtool.core.query.audit import compare
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
@@ -43,21 +43,21 @@ def test_what_stands_is_what_full_says(cache: package.Cache) -> None:
 
 def test_the_first_token_waits_for_nothing(cache: package.Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     """Full prefill begins after the draft's last token, in the draft's own memory."""
-    happened, prefill = list[object](), module.fuse
+    happened, check = list[object](), PreparedAnswer.check
 
-    def fuse(*args: Any, **more: Any) -> Any:
-        made = prefill(*args, **more)
-        happened.append(made.cache is more["cache"])
-        return made
+    def checked(prepared: PreparedAnswer, *args: Any) -> Any:
+        verdict = check(prepared, *args)
+        happened.append(verdict.exact.cache is prepared.outcome.fused.cache)
+        return verdict
 
-    monkeypatch.setattr(module, "fuse", fuse)
+    monkeypatch.setattr(PreparedAnswer, "check", checked)
     reply = cache.query(QUESTION, stream=happened.append, verify=True, fusion="reuse", **ASKING)
     assert happened.pop() is True
     assert "".join(map(str, happened)).strip() == (reply.verified.draft or reply.answer)
 
 
 def test_full_has_nothing_to_verify(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(module, "fuse")
+    monkeypatch.delattr(PreparedAnswer, "check")
     done = kvtool("query", QUESTION, "--store", store, *SHORT, "--fusion", "full", "--verify").fine()
     assert "verified: nothing to do, full computes as full prefill does" in done.err
     row = kvtool("query", QUESTION, "--store", store, *SHORT, "--fusion", "full", "--verify", "--json").fine().json

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hypothesis import strategies as st
 
-from kvtool.core.streaming.fetch_state import Fetch, Ladder, Part, Policy, Rung, Task, make_estimator
-from kvtool.core.streaming.policy import Adaptive
+from kvtool.core.streaming.fetch_state import Fetch, Ladder, Part, Policy, Rung, Task
+from kvtool.core.streaming.policy import OverlapPolicy
+from samples.benchmarks.streaming.predictors import PREDICTORS
 from samples.benchmarks.streaming.traces import LinkTrace
 
 NESTED = ("4", "3", "2", "1")
@@ -49,8 +51,13 @@ def task(
     return Task(ladders, lambda texts: question + text * len(texts), objective, decode)
 
 
-def adaptive(one: Task, predictor: str = "last", margin: float = 0.0) -> Adaptive:
-    return Adaptive(one, make_estimator(predictor), margin)
+def adaptive(one: Task, predictor: str = "last", margin: float = 0.0) -> OverlapPolicy:
+    """The policy without a processor: nothing is computed before the pass."""
+    return both(replace(one, alone=lambda chunk: math.inf), predictor, margin)
+
+
+def both(one: Task, predictor: str = "last", margin: float = 0.0) -> OverlapPolicy:
+    return OverlapPolicy(one, PREDICTORS[predictor](), margin)
 
 
 def steady(mbps: float, latency_ms: float = 0.0) -> LinkTrace:

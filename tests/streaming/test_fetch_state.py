@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtool.core.errors import UsageError
-from kvtool.core.streaming.fetch_state import PREDICTORS, Ladder, Part, Rung, make_estimator
+from kvtool.core.streaming.fetch_state import Ladder, Part, Rung
+from samples.benchmarks.streaming.predictors import PREDICTORS
 from tests.streaming.making import ladders, nested
 
 
@@ -43,7 +43,7 @@ SEEN = st.lists(st.tuples(st.integers(1, 10**9), st.floats(1e-3, 100)), min_size
 @pytest.mark.parametrize("name", PREDICTORS)
 @given(seen=SEEN)
 def test_an_estimate_lies_between_what_was_seen(name: str, seen: list[tuple[int, float]]) -> None:
-    one = make_estimator(name)
+    one = PREDICTORS[name]()
     assert one.bytes_per_second is None
     for size, seconds in seen:
         one.observe(size, seconds)
@@ -54,7 +54,7 @@ def test_an_estimate_lies_between_what_was_seen(name: str, seen: list[tuple[int,
 
 def test_what_took_no_time_or_moved_nothing_says_nothing() -> None:
     for name in PREDICTORS:
-        one = make_estimator(name)
+        one = PREDICTORS[name]()
         one.observe(10, 0.0)
         one.observe(0, 1.0)
         assert one.bytes_per_second is None
@@ -63,14 +63,8 @@ def test_what_took_no_time_or_moved_nothing_says_nothing() -> None:
 def test_each_predictor_weighs_in_its_own_way() -> None:
     found = {}
     for name in PREDICTORS:
-        one = make_estimator(name)
+        one = PREDICTORS[name]()
         for size in (100, 100, 400):
             one.observe(size, 1.0)
         found[name] = one.bytes_per_second
     assert found == pytest.approx({"last": 400, "ewma": 250, "harmonic": 3 / (2 / 100 + 1 / 400)})
-
-
-def test_an_unknown_predictor_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(UsageError) as error:
-        make_estimator("magic")
-    assert "harmonic" in error.value.hint

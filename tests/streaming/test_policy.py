@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtool.core.streaming.fetch_state import PREDICTORS, Fetch, Ladder, Part, Rung, Task
+from kvtool.core.streaming.fetch_state import Fetch, Ladder, Part, Rung, Task
+from samples.benchmarks.streaming.predictors import PREDICTORS
 from samples.benchmarks.streaming.simulate import meets, simulate
 from samples.benchmarks.streaming.traces import LinkTrace
 from tests.streaming.making import MB, Watched, adaptive, ladder, steady, task, tasks, traces
@@ -176,7 +177,7 @@ def test_without_an_objective_everything_comes_at_its_finest_level_at_once() -> 
     assert set(run.levels.values()) == {"lossless"}
     assert run.bytes == 4 * 40 * MB
     assert run.met is None
-    assert [fetch.give_up_at for fetch in policy.asked] == [None] * 4
+    assert [policy.give_up_at(fetch) for fetch in policy.asked] == [None] * 4
 
 
 def test_a_refinement_that_would_wait_too_long_for_its_decoding_is_given_up() -> None:

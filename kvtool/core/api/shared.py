@@ -22,7 +22,6 @@ from kvtool.core.query.options import QueryOptions
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
     from kvtool.core.model.decoder import Decoder
-    from kvtool.core.query.audit import Auditor
     from kvtool.core.query.reply import Reply
     from kvtool.core.retrieval.finder import Finder
     from kvtool.core.session.session import Session
@@ -108,7 +107,6 @@ class SharedSession:
         self._lock = threading.RLock()
         self._session: Session | None = None
         self._reader = StoreReader(path, self._warn)
-        self._auditor: Auditor | None = None
         self._to_audit: list[Callable[[], object]] = []
         self._closed = False
 
@@ -165,12 +163,11 @@ class SharedSession:
 
     def _audit_later(self, reply: Reply, options: QueryOptions) -> None:
         """Audit an answer in another thread, if it is drawn: the caller has the answer meanwhile."""
-        from kvtool.core.query.audit import Auditor
+        from kvtool.core.query.audit import audit_answer, is_audit_due
 
-        if self._auditor is None:
-            self._auditor = Auditor(self._open_session())
-        if self._auditor.is_due(reply, options.audit):
-            self._to_audit.append(functools.partial(self._auditor.audit, reply, options))
+        session = self._open_session()
+        if is_audit_due(session, reply, options.audit):
+            self._to_audit.append(functools.partial(audit_answer, session, reply, options))
             threading.Thread(target=self._audit_now, name="kvtool-audit").start()
 
     def _audit_now(self) -> None:
@@ -188,7 +185,7 @@ class SharedSession:
 
     def _release(self) -> None:
         if self._session is not None:
-            session, self._session, self._auditor = self._session, None, None
+            session, self._session = self._session, None
             session.store.close()
 
     @contextmanager

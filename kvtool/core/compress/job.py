@@ -206,8 +206,11 @@ class _Job:
             return {}
         self.events.step("measure the loss", len(prompts), "questions")
         schemes = {level: LevelScheme(level, profile, self.heavy) for level in levels}
-        rows = measure(self.session, prompts, schemes, self.events.advance)
-        return {level: mean_loss(rows[level]) for level in levels}
+        rows = []
+        for prompt in prompts:
+            rows.append(measure(self.session, prompt, schemes))
+            self.events.advance(1)
+        return {level: mean_loss([row[level] for row in rows]) for level in levels}
 
     def _offered(self, levels: Sequence[str]) -> list[str]:
         offered = [level for level in whole() if not level_of(level).baseline]

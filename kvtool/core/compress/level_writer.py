@@ -4,36 +4,57 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from kvtool.core.cache.entries import ChunkInfo
 from kvtool.core.cache.record import OVERHEAD_BYTES
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec import CODECS
-from kvtool.core.codec.base import Encoded, LayerKV, Profiles
-from kvtool.core.codec.encode import some_rows
-from kvtool.core.codec.levels import coarser, exact, known, level_of, nested, profiled
+from kvtool.core.codec.base import Encoded, LayerKV, Profiles, no_profiles
+from kvtool.core.codec.encode import encode_levels, encode_rows, some_rows
+from kvtool.core.codec.levels import coarser, exact, known, level_of, nested, profiled, whole
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.record import Record
 from kvtool.core.codec.row_subset import inner_of
 from kvtool.core.codec.transform_kernels import errors_of
 from kvtool.core.common.sizes import counted
 from kvtool.core.common.types import Events, Ids
-from kvtool.core.compress.encoders import Made, Plan, make
 from kvtool.core.compress.loss import HeavyRows
 from kvtool.core.compress.options import CompressOptions
 from kvtool.core.compress.report import CompressReport, LevelReport
 from kvtool.core.errors import DamagedError
-from kvtool.core.records.encode import encoder_threads
+from kvtool.core.records.encode import encoder_threads, sealed
 from kvtool.core.records.read import exact_level, read_records, stored_rows
 from kvtool.core.session.identity import ProfileCache
 
 _AT_ONCE = 16  # chunks that are encoded, made durable, read back
 _SLACK = 1.01  # of a stated error: products of other sizes round otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    chunk: bytes
+    info: ChunkInfo
+    source: str
+    levels: tuple[str, ...]
+    kept: tuple[str, ...]
+
+    @property
+    def sparse(self) -> list[str]:
+        return [level for level in self.levels if level_of(level).share < 100]
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    records: dict[str, list[bytes]]
+    raw_bytes: int
+    seconds: float
 
 
 class LevelWriter:
@@ -149,6 +170,44 @@ class LevelWriter:
 
     def _records(self, plan: Plan, level: str) -> list[Encoded]:
         return [read_records(self._store, [plan.chunk], level, layer)[0] for layer in range(plan.info.layers)]
+
+
+def make(
+    plan: Plan,
+    exact: Sequence[Encoded],
+    stored: Mapping[str, Sequence[Encoded]],
+    rows: Mapping[str, Ids],
+    profile: Profile | None,
+) -> Made:
+    """Encode a chunk's `exact` records (one a layer) at each of a plan's levels. Raises DamagedError."""
+    started = time.thread_time()
+    kvs = CODECS[plan.source].decode_layers(exact)
+    bases = {
+        level: [item.payload for item in items] for level, items in stored.items() if _is_of(kvs, level, items, profile)
+    }
+    made = encode_levels(kvs, whole(plan.levels), profile, bases)
+    for level, kept in rows.items():
+        made[level] = encode_rows(kvs, kept, level, profile)
+    records = {
+        level: [sealed(plan.chunk, kv, level, layer, made[level][layer]) for layer, kv in enumerate(kvs)]
+        for level in plan.levels
+    }
+    size = sum(side.nbytes for kv in kvs for side in kv)
+    return Made(records, size, time.thread_time() - started)
+
+
+def _is_of(kvs: Sequence[LayerKV], level: str, stored: Sequence[Encoded], profile: Profile | None) -> bool:
+    """A pulled level may round differently: then only its maker could refine it."""
+
+    def profiles(digest: bytes) -> Profile:
+        return profile if profile is not None and digest == profile.digest else no_profiles(digest)
+
+    for layer, (item, payload) in enumerate(zip(stored, CODECS[level].encode_layers(kvs, profile), strict=True)):
+        made = Encoded(b"".join(payload), item.shape, item.dtype)
+        sides = [CODECS[level].decode([record], layer, profiles)[0] for record in (item, made)]
+        if not all(torch.equal(*pair) for pair in zip(*sides, strict=True)):
+            return False
+    return True
 
 
 class ReadBack:

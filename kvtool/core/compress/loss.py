@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -124,21 +124,7 @@ class PromptKV(KVSource):
         return [self.layers[layer][segment.position] for segment in segments]
 
 
-def measure(
-    session: Session,
-    questions: Iterable[Question],
-    schemes: Mapping[str, Scheme],
-    advance: Callable[[int], None] = lambda questions: None,
-) -> dict[str, list[Row]]:
-    rows: dict[str, list[Row]] = {name: [] for name in (EXACT, *schemes)}
-    for question in questions:
-        for name, row in measure_one(session, question, schemes).items():
-            rows[name].append(row)
-        advance(1)
-    return rows
-
-
-def measure_one(session: Session, question: Question, schemes: Mapping[str, Scheme]) -> dict[str, Row]:
+def measure(session: Session, question: Question, schemes: Mapping[str, Scheme]) -> dict[str, Row]:
     """Measure what each scheme loses of one question in the default mode, against the same mode over exact records."""
     decoder, prefix_id = session.decoder, session.identity.prefix_id
     plan = question.plan

@@ -124,9 +124,9 @@ def fuse_into(
     cached = plan.mask("hit", "exact")
     started = time.perf_counter()
     # A segment with more rows in the plan than in the store is computed at every layer.
-    reads = selector.reads(plan, decoder.stored_layers)
-    segments = [segment for segment in reads if segment.placed_rows == segment.source.stored_rows]
-    with open_loader(decoder, segments, cache, source, timeline, patience=patience) as loader:
+    candidates = selector.reads(plan, decoder.stored_layers)
+    loaded = [segment for segment in candidates if segment.placed_rows == segment.source.stored_rows]
+    with open_loader(decoder, loaded, cache, source, timeline, patience=patience) as loader:
         graph_pass = GraphPass.of(decoder, plan, cache, loader)
         rows, done, asking_s = _first_rows(decoder, plan, selector, cache, loader, graph_pass, timeline)
         shift = Shift(decoder, plan, cache, loader, selector.shift)
@@ -173,7 +173,7 @@ def _first_rows(
     started, cached = time.perf_counter(), plan.mask("hit", "exact")
     layers = selector.ranking_layers(plan, decoder.stored_layers)
     if not layers:
-        chosen = selector.rows(plan) & cached if selector.uses_cache else cached
+        chosen = (selector.rows(plan) & cached) if selector.uses_cache else cached
         return _rows(decoder, plan, chosen | plan.mask("miss", "fresh")), 0, 0.0
     attention = question_attention(decoder, plan, cache, loader, layers, selector.pooling, graph_pass)
     chosen = selector.rows(plan, attention) & cached

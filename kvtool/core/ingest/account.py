@@ -22,8 +22,8 @@ from kvtool.core.corpus.readers.document import EXTRA
 from kvtool.core.corpus.walk import Failure, FoundFile, Skip, Skipped, places
 from kvtool.core.errors import KvtoolError
 from kvtool.core.ingest.options import IngestOptions
-from kvtool.core.ingest.prepare import PreparedFile
 from kvtool.core.ingest.report import PHASES, Forecast, IngestReport
+from kvtool.core.ingest.survey import PreparedFile
 from kvtool.core.session.identity import StoreIdentity
 
 
@@ -89,9 +89,8 @@ class Account:
         if not self.report.dry_run:
             self.events.step("reading files", len(files), "files")
 
-    def leave_out(self, names: Iterable[str]) -> None:
-        for name in names:
-            self._estimate.pass_by(name)
+    def leave_out(self, path: str) -> None:
+        self._estimate.pass_by(path)
 
     def look_at(self, path: str) -> None:
         known = self._estimate.pass_by(path)

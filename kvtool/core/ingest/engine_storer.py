@@ -154,7 +154,7 @@ class EngineStorer(Storer):
 
     def store_prefix(self, prefix: ChunkSpec) -> None:
         self._request([prefix.ids])
-        self._put(encode(self._read(prefix), level_of(self._level).of_prefix))
+        self._put([encode(self._read(prefix), level_of(self._level).of_prefix)])
 
     def finish(self) -> None:
         super().finish()
@@ -190,16 +190,10 @@ class EngineStorer(Storer):
         batch, computed = self._flight.popleft()
         computed.result()
         before, self._since = self._since, time.perf_counter()
-        for file in self._spanning(batch):
-            self._writer.begin_file(file.entry.path, file.chunk_ids)
         # Verbatim records are copies: one at a time is as fast, and needs less memory.
         several: Callable[..., Any] = map if level_of(self._level).verbatim else self._encoders.map
-        for records in several(
-            partial(encode, level=self._level, profile=self._profile), map(self._read, batch.chunks)
-        ):
-            self._put(records)
-        self._count(batch, self._since - before)
-        self._complete(batch)
+        encoded = partial(encode, level=self._level, profile=self._profile)
+        self._store(batch, several(encoded, map(self._read, batch.chunks)), self._since - before)
 
     def _read(self, chunk: ChunkSpec) -> PrefilledChunk:
         return PrefilledChunk(chunk, *self._spool.take(chunk.ids))

@@ -21,9 +21,9 @@ from kvtool.core.errors import DamagedError, ModelError, StoreNotFoundError, Usa
 from kvtool.core.ingest.account import Account, forecast, kv_bytes_a_token
 from kvtool.core.ingest.choices import Choices, lead_in_change
 from kvtool.core.ingest.options import IngestOptions
-from kvtool.core.ingest.prepare import NewChunks, PreparedFile
 from kvtool.core.ingest.report import Forecast, IngestReport
-from kvtool.core.ingest.stream import Stream
+from kvtool.core.ingest.stream import NewChunks, Stream
+from kvtool.core.ingest.survey import PreparedFile
 from kvtool.core.session.identity import MeasuredLosses, lead_ins_of
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def _run(path: Path, options: IngestOptions, job_of: Callable[[Store | None], _J
     One process at a time makes a store, so that the next one takes the model that this one has chosen.
     """
     if options.ray:
-        from kvtool.core.ingest.ray_cluster import check_reachable
+        from kvtool.core.ingest.ray_storer import check_reachable
 
         check_reachable(options.ray)
     if options.engine:
@@ -286,8 +286,7 @@ class _Job:
 
     def _storer(self, store: Store, writer: Writer, chunks: Sequence[ChunkSpec]) -> Storer:
         """Return the storer of chunks. `chunks`: the first ones; if they are too long, the identity is not changed."""
-        of = self._far_storer if self.options.ray else self._engine_storer if self.options.engine else self._own_storer
-        storer = of(store, writer)
+        storer = self._started_storer(store, writer)
         try:
             if self._is_other:
                 storer.check_length(chunks)
@@ -300,32 +299,29 @@ class _Job:
             raise
         return storer
 
-    def _own_storer(self, store: Store, writer: Writer) -> Storer:
-        with self.account.phase("model_load", reported=False):
-            from kvtool.core.ingest.storer import ChunkStorer
-
-            self._session = session = self._open(store)
-        decoder, level = session.decoder, self.options.level
-        profile = session.profiles.current() if level_of(level).nested else None
-        with self.account.phase("lead_in"), decoder.turns.turn():
-            lead_ins = lead_ins_of(session.identity, decoder)
-        return ChunkStorer(writer, self.account, decoder, lead_ins, level, profile)
-
-    def _far_storer(self, store: Store, writer: Writer) -> Storer:
-        from kvtool.core.ingest.ray_storer import ray_storer
-
-        with self.account.phase("model_load", reported=False):
-            return ray_storer(store, writer, self.account, self.options, self.choices)
-
-    def _engine_storer(self, store: Store, writer: Writer) -> Storer:
-        if self.choices.known is None:
+    def _started_storer(self, store: Store, writer: Writer) -> Storer:
+        options, choices = self.options, self.choices
+        if options.engine and choices.known is None:
             self._keep_identity(writer)  # vLLM's connector reads it
         with self.account.phase("model_load", reported=False):
-            from kvtool.core.ingest.engine_storer import EngineStorer
+            if options.ray:
+                from kvtool.core.ingest.ray_storer import RayStorer
 
-            self._session = self._open(store) if self.options.engine_check else None
+                return RayStorer(store, writer, self.account, options, choices)
+            if not options.engine or options.engine_check:
+                self._session = self._open(store)
             decoder = None if self._session is None else self._session.decoder
-            return EngineStorer(store, writer, self.account, self.options, self.choices, decoder)
+            if options.engine:
+                from kvtool.core.ingest.engine_storer import EngineStorer
+
+                return EngineStorer(store, writer, self.account, options, choices, decoder)
+            from kvtool.core.ingest.storer import ChunkStorer
+        assert self._session is not None
+        assert decoder is not None
+        profile = self._session.profiles.current() if level_of(options.level).nested else None
+        with self.account.phase("lead_in"), decoder.turns.turn():
+            lead_ins = lead_ins_of(self._session.identity, decoder)
+        return ChunkStorer(writer, self.account, decoder, lead_ins, options.level, profile)
 
     # ---- the model ----
 

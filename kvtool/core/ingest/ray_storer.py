@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import signal
+import socket
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import kvtool
 from kvtool.core.cache.entries import ChunkSpec
@@ -19,44 +24,27 @@ from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import level_of
 from kvtool.core.codec.profile import Profile
+from kvtool.core.common.installing import extra_line
 from kvtool.core.common.sizes import counted
-from kvtool.core.errors import KvtoolError
+from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.ingest.account import Account
 from kvtool.core.ingest.choices import Choices
 from kvtool.core.ingest.options import IngestOptions
-from kvtool.core.ingest.ray_cluster import LOCAL, connect, reason_of, share_of
 from kvtool.core.ingest.storer import Batch, Storer
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.records.encode import ChunkRecords, LeadIns, make
 from kvtool.core.session.identity import ProfileCache, StoreIdentity
 
+LOCAL, AUTO = "local", "auto"  # auto: the cluster that this machine is part of
+_PORT, _CONNECT_TIMEOUT = 6379, 10.0  # of a cluster's head; seconds
+_WHERE = "--ray local, or the address of a running cluster, such as 10.0.0.5:6379"
+_TOKEN = "where the cluster asks for a token, set RAY_AUTH_MODE=token, or name another cluster"
+_CORES = 8  # per worker without a GPU, if no number of workers is given
 _AHEAD = 2  # batches of a worker under way: one is computed while the records of the one before travel
 _RESTARTS = 5  # of a worker that dies
+_PREFIX = 0  # number of the batch that is the prompt's fixed beginning, which has no lead-in
 _INSTALL = "install this version, with the same extras, on all machines of the cluster"
-
-
-def ray_storer(store: Store, writer: Writer, account: Account, options: IngestOptions, choices: Choices) -> RayStorer:
-    """Start workers with the store's recipe, and report what they compute with. Raises KvtoolError."""
-    identity, level = choices.identity, level_of(options.level)
-    profile = ProfileCache(store).current() if level.nested else None
-    account.events.status(f"loading {choices.files.ref} in Ray's workers")
-    recipe = Recipe(
-        identity,
-        ModelOptions(model=choices.files.ref, device=options.device, dtype=options.dtype, offline=options.offline),
-        options.level,
-        level.of_prefix,
-        b"" if profile is None else profile.data,
-    )
-    workers = Workers(options, recipe)
-    state = workers.states[0]
-    ways = " and ".join(dict.fromkeys(f"{each.dtype} on {each.device}" for each in workers.states))
-    account.events.status(f"{state.model} in {ways}, {counted(len(workers.states), 'worker')} of Ray")
-    if " and " in ways:
-        account.warn(f"workers compute in {ways}: each chunk notes its own", "--dtype gives all of them one format")
-    account.resolve(identity, state.model, state.device, state.dtype)
-    account.report.resolved["workers"] = len(workers.states)
-    return RayStorer(writer, account, workers)
 
 
 class Workers:
@@ -82,31 +70,16 @@ class Workers:
 
     def next(self) -> Computed:
         """Wait for the next result, in any order. Raises KvtoolError: the task raised it, or a worker keeps dying."""
-        errors = self._ray.exceptions
-        try:
+        with self._explained("Ray's workers die one after another", "give each more memory: fewer --ray-workers"):
             computed: Computed = self.pool.get_next_unordered()
-        except errors.RayTaskError as error:
-            raise _cause_of(error) from error
-        except errors.RayError as error:
-            raise KvtoolError(
-                f"Ray's workers die one after another: {reason_of(error)}",
-                "give each more memory: fewer --ray-workers",
-            ) from error
         return computed
 
     def close(self) -> None:
         self._held.close()
 
     def _states(self, actors: Sequence[Any]) -> list[WorkerState]:
-        errors = self._ray.exceptions
-        try:
+        with self._explained(f"Ray's workers cannot run kvtool {kvtool.__version__}", _INSTALL):
             states: list[WorkerState] = self._ray.get([actor.state.remote() for actor in actors])
-        except errors.RayTaskError as error:
-            raise _cause_of(error) from error
-        except errors.RayError as error:
-            raise KvtoolError(
-                f"Ray's workers cannot run kvtool {kvtool.__version__}: {reason_of(error)}", _INSTALL
-            ) from error
         for state in states:
             if state.version != kvtool.__version__:
                 raise KvtoolError(
@@ -114,27 +87,51 @@ class Workers:
                 )
         return states
 
-
-def _cause_of(error: Any) -> KvtoolError:
-    if isinstance(error.cause, KvtoolError):
-        return error.cause
-    return KvtoolError(f"a worker of Ray failed: {reason_of(error)}", "without --ray it is computed here")
+    @contextlib.contextmanager
+    def _explained(self, what: str, hint: str) -> Iterator[None]:
+        """Raise a task's own KvtoolError, or one that says `what` is wrong with the workers."""
+        errors = self._ray.exceptions
+        try:
+            yield
+        except errors.RayTaskError as error:
+            if isinstance(error.cause, KvtoolError):
+                raise error.cause from error
+            raise KvtoolError(
+                f"a worker of Ray failed: {reason_of(error)}", "without --ray it is computed here"
+            ) from error
+        except errors.RayError as error:
+            raise KvtoolError(f"{what}: {reason_of(error)}", hint) from error
 
 
 class RayStorer(Storer):
     """Storer that sends batches to workers. Results come in any order; files are committed once complete."""
 
-    def __init__(self, writer: Writer, account: Account, workers: Workers) -> None:
+    def __init__(
+        self, store: Store, writer: Writer, account: Account, options: IngestOptions, choices: Choices
+    ) -> None:
+        """Start workers with the store's recipe, and report what they compute with. Raises KvtoolError."""
+        profile = ProfileCache(store).current() if level_of(options.level).nested else None
+        account.events.status(f"loading {choices.files.ref} in Ray's workers")
+        model = ModelOptions(
+            model=choices.files.ref, device=options.device, dtype=options.dtype, offline=options.offline
+        )
+        recipe = Recipe(choices.identity, model, options.level, b"" if profile is None else profile.data)
+        self._workers = workers = Workers(options, recipe)
         state = workers.states[0]
         super().__init__(writer, account, state.device, state.context, state.lead_in)
-        self._workers, self._pool = workers, workers.pool
+        self._pool = workers.pool
         self._batches: dict[int, Batch] = {}
         self._sent = 0
+        ways = " and ".join(dict.fromkeys(f"{each.dtype} on {each.device}" for each in workers.states))
+        account.events.status(f"{state.model} in {ways}, {counted(len(workers.states), 'worker')} of Ray")
+        if " and " in ways:
+            account.warn(f"workers compute in {ways}: each chunk notes its own", "--dtype gives all of them one format")
+        account.resolve(choices.identity, state.model, state.device, state.dtype)
+        account.report.resolved["workers"] = len(workers.states)
 
     def store_prefix(self, prefix: ChunkSpec) -> None:
-        self._pool.submit(lambda actor, chunk: actor.prefix.remote(chunk), prefix)
-        for records in self._workers.next().records:
-            self._put(records)
+        self._submit(_PREFIX, [prefix])
+        self._put(self._workers.next().records)
 
     def finish(self) -> None:
         super().finish()
@@ -149,17 +146,15 @@ class RayStorer(Storer):
             self._take()
         self._sent += 1
         self._batches[self._sent] = batch
-        self._pool.submit(lambda actor, number: actor.chunks.remote(number, batch.chunks), self._sent)
+        self._submit(self._sent, batch.chunks)
+
+    def _submit(self, number: int, chunks: Sequence[ChunkSpec]) -> None:
+        self._pool.submit(lambda actor, number: actor.compute.remote(number, chunks), number)
 
     def _take(self) -> None:
         computed = self._workers.next()
         batch = self._batches.pop(computed.number)
-        for file in self._spanning(batch):
-            self._writer.begin_file(file.entry.path, file.chunk_ids)
-        for records in computed.records:
-            self._put(records)
-        self._count(batch, computed.seconds / len(self._workers.states))
-        self._complete(batch)
+        self._store(batch, computed.records, computed.seconds / len(self._workers.states))
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +164,6 @@ class Recipe:
     identity: StoreIdentity
     wanted: ModelOptions
     level: str
-    prefix_level: str
     profile: bytes = b""
 
 
@@ -226,13 +220,96 @@ class RemotePrefillWorker:
             os.getpid(),
         )
 
-    def prefix(self, prefix: ChunkSpec) -> Computed:
-        decoder, _, profile = self._loaded
-        started = time.perf_counter()
-        records = make(decoder, LeadIns.nothing(decoder), [prefix], self._recipe.prefix_level, profile)
-        return Computed(0, records, time.perf_counter() - started)
+    def compute(self, number: int, chunks: Sequence[ChunkSpec]) -> Computed:
+        decoder, lead_ins, profile = self._loaded
+        level, started = self._recipe.level, time.perf_counter()
+        if number == _PREFIX:
+            level, lead_ins = level_of(level).of_prefix, LeadIns.nothing(decoder)
+        return Computed(number, make(decoder, lead_ins, chunks, level, profile), time.perf_counter() - started)
 
-    def chunks(self, number: int, chunks: Sequence[ChunkSpec]) -> Computed:
-        started = time.perf_counter()
-        records = make(*self._loaded[:2], chunks, self._recipe.level, self._loaded[2])
-        return Computed(number, records, time.perf_counter() - started)
+
+# ---- the cluster ----
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    workers: int
+    cpus: int
+    gpus: int
+
+
+def share_of(resources: dict[str, float], workers: int, device: str) -> Share:
+    """Divide a cluster among workers; 0 workers: as many as fit. Raises UsageError if the cluster has fewer."""
+    cpus, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
+    if gpus and device in ("auto", "cuda"):
+        if workers > gpus:
+            raise UsageError(f"{workers} workers, and Ray has {gpus} GPUs", "each takes one: lower --ray-workers")
+        return Share(workers or gpus, 1, 1)
+    if workers > cpus:
+        raise UsageError(f"{workers} workers, and Ray has {cpus} CPUs", "lower --ray-workers")
+    workers = workers or max(1, cpus // _CORES)
+    return Share(workers, max(1, cpus // workers), 0)
+
+
+def check_reachable(address: str) -> None:
+    """Raise KvtoolError if nothing listens at an address: Ray itself would retry for a quarter of an hour."""
+    _import_ray()
+    if address in (LOCAL, AUTO):
+        return
+    try:
+        url = urlsplit(address if "://" in address else f"ray://{address}")
+        socket.create_connection((url.hostname or "", url.port or _PORT), timeout=_CONNECT_TIMEOUT).close()
+    except (OSError, ValueError) as error:
+        raise KvtoolError(f"Ray does not answer at {address!r}: {error}", _WHERE) from error
+
+
+def connect(address: str) -> Any:
+    """Return the module `ray`, connected to a cluster. Raises KvtoolError."""
+    ray = _import_ray()
+    try:
+        _keep_sigterm(
+            lambda: ray.init(
+                address=address,
+                include_dashboard=False if address == LOCAL else None,
+                log_to_driver=False,
+                logging_level=logging.CRITICAL,
+            )
+        )
+    except Exception as error:
+        hint = _WHERE if address in (LOCAL, AUTO) else _TOKEN  # `check_reachable` has found that something listens
+        raise KvtoolError(f"Ray does not answer at {address!r}: {reason_of(error)}", hint) from error
+    return ray
+
+
+def _keep_sigterm(start: Callable[[], object]) -> None:
+    """Start Ray and restore the handler of SIGTERM: Ray installs one that exits with status 15."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        start()
+        return
+    try:
+        start()
+    except SystemExit:  # SIGTERM came meanwhile
+        signal.signal(signal.SIGTERM, handler)
+        signal.raise_signal(signal.SIGTERM)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
+def reason_of(error: Exception) -> str:
+    """Return the first sentence of an error's last line; the rest is advice for the cluster's administrator."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1].partition(". ")[0].rstrip(".") if lines else type(error).__name__
+
+
+def _import_ray() -> Any:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        import ray
+        import ray.exceptions
+        import ray.util
+    except ImportError as error:
+        raise KvtoolError("--ray needs the package ray", extra_line("ray")) from error
+    return ray

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,7 @@ from kvtool.core.codec.levels import level_of
 from kvtool.core.codec.profile import Profile
 from kvtool.core.errors import UsageError
 from kvtool.core.ingest.account import Account
-from kvtool.core.ingest.prepare import PreparedFile
+from kvtool.core.ingest.survey import PreparedFile
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.records.encode import ChunkRecords, LeadIns, PrefilledChunk, encode, encoder_threads, prefill
 
@@ -114,10 +114,22 @@ class Storer(ABC):
         report.tokens += sum(len(chunk.ids) for chunk in batch.chunks)
         report.chunks.computed += len(batch.chunks)
 
-    def _put(self, records: ChunkRecords, made_here: bool = False) -> None:
-        self._account.report.kv_bytes += sum(map(len, records.layers))
-        chunk = records.chunk_id, records.info, records.level, records.layers
-        self._writer.put_chunk(*chunk, origin=HERE, made_here=made_here)
+    def _put(
+        self, made: Iterable[ChunkRecords], unfinished: Sequence[PreparedFile] = (), made_here: bool = False
+    ) -> None:
+        """Write chunks. `unfinished`: the files that are not complete with them."""
+        for file in unfinished:
+            self._writer.begin_file(file.entry.path, file.chunk_ids)
+        for records in made:
+            self._account.report.kv_bytes += sum(map(len, records.layers))
+            chunk = records.chunk_id, records.info, records.level, records.layers
+            self._writer.put_chunk(*chunk, origin=HERE, made_here=made_here)
+
+    def _store(self, batch: Batch, made: Iterable[ChunkRecords], seconds: float) -> None:
+        """Write a batch that was computed elsewhere, within so many seconds, and commit what it completes."""
+        self._put(made, self._spanning(batch))
+        self._count(batch, seconds)
+        self._complete(batch)
 
     def _commit(self, files: Sequence[PreparedFile]) -> None:
         """Commit files whose chunks are all written, one by one: what is stopped has lost one document."""
@@ -186,13 +198,7 @@ class ChunkStorer(Storer):
     def _write(self, batch: Sequence[PrefilledChunk], level: str, unfinished: Sequence[PreparedFile] = ()) -> None:
         one = partial(encode, level=level, profile=self._profile, in_place=True)
 
-        def work() -> None:
-            for file in unfinished:
-                self._writer.begin_file(file.entry.path, file.chunk_ids)
-            for records in self._encoders.map(one, batch):
-                self._put(records, made_here=True)
-
-        self._submit(work)
+        self._submit(lambda: self._put(self._encoders.map(one, batch), unfinished, made_here=True))
 
     def _commit(self, files: Sequence[PreparedFile]) -> None:
         """See Storer; files of a GPU's batch are computed at once, and committed at once."""

@@ -1,14 +1,14 @@
-"""Stream of the files of an ingest; changed files are split into chunks."""
+"""Stream of the files of an ingest; changed files are split into chunks, of which the new ones are computed."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
 
-from kvtool.core.cache.entries import FileEntry
+from kvtool.core.cache.entries import ChunkSpec, FileEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.corpus.options import Shard
 from kvtool.core.corpus.reading import Reading
@@ -17,15 +17,15 @@ from kvtool.core.errors import UsageError
 from kvtool.core.ingest.account import Account
 from kvtool.core.ingest.choices import Choices
 from kvtool.core.ingest.options import IngestOptions
-from kvtool.core.ingest.prepare import PreparedFile, prepare
 from kvtool.core.ingest.survey import (
     ChangedFile,
     Outcome,
+    PreparedFile,
     Seen,
-    abandoned,
-    gone,
+    exists,
     is_below,
     is_known,
+    prepare,
     reason_of,
     survey,
     vanished,
@@ -65,11 +65,8 @@ class Stream:
     def _remembers(self, path: Path) -> bool:
         """With `--sync`, a path may be missing if the store has documents of it or other paths exist."""
         roots, sync = set(places(path)), self._options.sync
-        count = (
-            sum(len(entry.documents) for entry in self.store.files() if is_below(entry.path, roots))
-            if self.store
-            else 0
-        )
+        files = self.store.files() if self.store else ()
+        count = sum(len(entry.documents) for entry in files if is_below(entry.path, roots))
         if count and not sync:
             raise UsageError(
                 f"{path} is not there any more; the store holds {count} document(s) of it",
@@ -79,23 +76,28 @@ class Stream:
 
     @cached_property
     def gone(self) -> list[FileEntry]:
-        return list(gone(*self._synced)) if self._synced else []
+        return [entry for entry in self._synced.files() if self._is_gone(entry.path)] if self._synced else []
 
     @cached_property
     def abandoned(self) -> list[str]:
-        return abandoned(*self._synced) if self._synced else []
+        return [path for path in self._synced.unfinished() if self._is_gone(path)] if self._synced else []
+
+    @property
+    def _synced(self) -> Store | None:
+        """The store, if documents of files that are gone are removed from it."""
+        return self.store if self._options.sync else None
 
     @cached_property
-    def _synced(self) -> tuple[list[Path], Store, set[str]] | None:
-        if not self._options.sync or self.store is None:
-            return None
-        paths = [path for path in self._options.paths if path not in self.kept]
-        return paths, self.store, {file.name for file in self.walked.files}
+    def _is_gone(self) -> Callable[[str], bool]:
+        """Return True for a deleted file below the given paths."""
+        roots = {place for path in self._options.paths if path not in self.kept for place in places(path)}
+        present = {file.name for file in self.walked.files}
+        return lambda path: path not in present and is_below(path, roots) and not exists(Path(path))
 
     @cached_property
     def kept(self) -> list[Path]:
         """Return the given folders whose documents `--sync` keeps, since they are empty or missing."""
-        return vanished(self._options.paths, self.store) if self._options.sync and self.store is not None else []
+        return vanished(self._options.paths, self._synced) if self._synced else []
 
     def begin(self) -> None:
         """Read up to the first file that can be ingested. Raises UsageError if nothing is to ingest or to remove."""
@@ -118,11 +120,11 @@ class Stream:
 
     def leave_known_out(self) -> None:
         store, settings = self.store, self._choices.identity.settings_digest()
-        if store is not None:
-            known = (
-                file.name for file in self.walked.files if is_known(file, store, settings, self._reading, self.seen)
-            )
-            self._account.leave_out(known)
+        if store is None:
+            return
+        for file in self.walked.files:
+            if is_known(file, store, settings, self._reading, self.seen):
+                self._account.leave_out(file.name)
 
     def _surveyed(self) -> Iterator[Outcome]:
         """Survey each file. Failures are held back until one file can be ingested."""
@@ -195,3 +197,33 @@ def _nothing(walked: Walked, bad: Sequence[Outcome]) -> UsageError:
         f"nothing to ingest: {reasons[0]}{more}",
         "name a folder with documents, or name the files themselves; `kvtool help documents` lists what is read",
     )
+
+
+class NewChunks:
+    """Chunks that neither the store nor an earlier file of this run has; `reused` counts those that the store has."""
+
+    def __init__(self, store: Store | None) -> None:
+        self._store = store
+        self.seen: set[bytes] = set()
+        self.reused = 0
+
+    def of(self, file: PreparedFile) -> list[ChunkSpec]:
+        first = {chunk.chunk_id: chunk for chunk in file.chunks if chunk.chunk_id not in self.seen}
+        self.seen.update(first)
+        new = [chunk for key, chunk in first.items() if self._store is None or not self._store.serves_own(key)]
+        self.reused += len(first) - len(new)
+        return new
+
+    def orphaned(self, paths: Collection[str], keep: bytes) -> int:
+        """Count the stored chunks that nothing but `keep` refers to once these files are gone. Raises DamagedError."""
+        if self._store is None:
+            return 0
+        going = {source for entry in self._store.files() if entry.path in paths for source in entry.documents}
+        staying = (document for document in self._store.documents() if document.source not in going)
+        wanted = {ref.chunk_id for document in staying for ref in document.chunks} | self.seen | {keep}
+        wanted |= {chunk for path, ids in self._store.unfinished().items() if path not in paths for chunk in ids}
+        return sum(chunk_id not in wanted for chunk_id in self._store.chunk_ids())
+
+    def take_back(self, new: Iterable[ChunkSpec]) -> None:
+        """Forget new chunks that are not computed after all: in a later file they are new again."""
+        self.seen.difference_update(chunk.chunk_id for chunk in new)

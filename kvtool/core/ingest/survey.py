@@ -1,4 +1,4 @@
-"""Survey of files for changes; loads no model and no tokenizer.
+"""Survey of files for changes, and the chunks of changed files; loads no model.
 
 An unchanged file costs a stat. Marks are stored in a side file: digests of a file's path, its place and times on the
 disk, and the digest of its content. A mark counts only if the store has that content; a file without one is read again.
@@ -11,15 +11,17 @@ import hashlib
 import os
 import time
 from base64 import b64decode, b64encode
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from kvtool.core import __version__
-from kvtool.core.cache.entries import FileEntry
+from kvtool.core.cache.entries import ChunkRef, ChunkSpec, DocumentEntry, FileEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.common.files import read_regular
+from kvtool.core.common.types import Ids
 from kvtool.core.corpus.readers import kind_of
 from kvtool.core.corpus.readers.document import (
     BinaryFile,
@@ -32,8 +34,12 @@ from kvtool.core.corpus.readers.document import (
 )
 from kvtool.core.corpus.readers.unknown import SNIFFED, check, check_text
 from kvtool.core.corpus.reading import Reading
+from kvtool.core.corpus.tables import split_document
 from kvtool.core.corpus.walk import Failure, FoundFile, Skip, Skipped, places
 from kvtool.core.errors import DamagedError, KvtoolError
+from kvtool.core.model.prompt import chunk_tokens
+from kvtool.core.model.tokens import count_tokens
+from kvtool.core.session.identity import NEIGHBOUR, StoreIdentity
 
 _LARGEST_ARCHIVE = 1 << 28  # bytes
 _LARGEST = 1 << 31  # bytes; a file is read as a whole, and several copies of its text are made
@@ -163,22 +169,53 @@ def _is_whole(entry: FileEntry, store: Store) -> bool:
     return all(document and all(store.has_chunk(c.chunk_id) for c in document.chunks) for document in documents)
 
 
-def gone(paths: Sequence[Path], store: Store, present: set[str]) -> Iterator[FileEntry]:
-    roots = _roots(paths)
-    return (entry for entry in store.files() if _is_gone(entry.path, roots, present))
+# ---- the chunks of a changed file ----
 
 
-def abandoned(paths: Sequence[Path], store: Store, present: set[str]) -> list[str]:
-    roots = _roots(paths)
-    return [path for path in store.unfinished() if _is_gone(path, roots, present)]
+@dataclass(frozen=True, slots=True)
+class PreparedFile:
+    entry: FileEntry
+    documents: tuple[DocumentEntry, ...]
+    chunks: tuple[ChunkSpec, ...]
+    is_new: bool
+
+    @property
+    def chunk_ids(self) -> tuple[bytes, ...]:
+        return tuple(chunk.chunk_id for chunk in self.chunks)
 
 
-def _is_gone(path: str, roots: set[Path], present: set[str]) -> bool:
-    return path not in present and is_below(path, roots) and not _exists(Path(path))
+def prepare(file: ChangedFile, identity: StoreIdentity, tokenizer: Any) -> PreparedFile:
+    documents: list[DocumentEntry] = []
+    chunks: list[ChunkSpec] = []
+    for document in file.documents:
+        cut, wanted = _cut(document, identity, tokenizer)
+        documents.append(cut)
+        chunks.extend(wanted)
+    entry = FileEntry(
+        path=file.found.name,
+        size=file.found.size,
+        mtime_ns=file.found.mtime_ns,
+        digest=file.digest,
+        settings=file.settings,
+        documents=tuple(document.source for document in documents),
+        notes=file.notes,
+    )
+    return PreparedFile(entry, tuple(documents), tuple(chunks), file.known is None)
 
 
-def _roots(paths: Sequence[Path]) -> set[Path]:
-    return {place for path in paths for place in places(path)}
+def _cut(document: Document, identity: StoreIdentity, tokenizer: Any) -> tuple[DocumentEntry, list[ChunkSpec]]:
+    document, spans = split_document(document, identity.split, count_tokens(tokenizer))
+    ids = chunk_tokens(tokenizer, [document.text[span.start : span.end] for span in spans])
+    befores: list[Ids] = [(), *ids[:-1]] if identity.lead_in.mode == NEIGHBOUR else [()] * len(ids)
+    wanted = [identity.wanted(*pair) for pair in zip(ids, befores, strict=True)]
+    refs = [
+        ChunkRef(chunk.chunk_id, span.start, span.end, len(chunk.ids))
+        for span, chunk in zip(spans, wanted, strict=True)
+    ]
+    return DocumentEntry(document.source, document.kind, document.text, tuple(refs), document.marks), wanted
+
+
+# ---- what is gone, and what is still there ----
 
 
 def vanished(paths: Sequence[Path], store: Store) -> list[Path]:
@@ -202,7 +239,7 @@ def is_below(path: str, roots: set[Path]) -> bool:
     return not roots.isdisjoint((Path(path), *Path(path).parents))
 
 
-def _exists(path: Path) -> bool:
+def exists(path: Path) -> bool:
     """Return True also for an unreadable path: a failing disk is no reason to remove documents."""
     try:
         path.stat()  # `exists` says no of it from Python 3.14 on

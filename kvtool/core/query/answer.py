@@ -14,25 +14,25 @@ from kvtool.core.errors import KvtoolError
 from kvtool.core.evaluate.measures import score
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.options import selector_for
-from kvtool.core.fusion.plan import Segment
+from kvtool.core.fusion.plan import Segment, build_plan, extend_plan
 from kvtool.core.fusion.prefix_cache import extend_prefix
 from kvtool.core.fusion.selectors import AUTO, WEIGHED
+from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.model.constraint import Constraint
 from kvtool.core.model.decode.native import prepare_compiled_model
-from kvtool.core.model.generate import Generated, Sampling, first_token, generate, stop_ids
+from kvtool.core.model.generate import Generated, Sampling, first_token, follow, generate, stop_ids
 from kvtool.core.model.recurrent import is_recurrent
 from kvtool.core.query.auto import Choice, choose
 from kvtool.core.query.cite import cite
 from kvtool.core.query.explain import explain, explain_attention
 from kvtool.core.query.iterative import Outcome, fuse_in_rounds
 from kvtool.core.query.options import LoadOptions, QueryOptions
-from kvtool.core.query.prompt import Marks, PromptLayout, lay_out, lay_out_messages, plan_marks
+from kvtool.core.query.prompt import Marks, PromptLayout, PromptSource, lay_out, lay_out_messages, plan_marks
 from kvtool.core.query.recurrent import answer_chain, keep_prefix
 from kvtool.core.query.reply import OWN_TEXT, Reply, ReplyChunk, Request, Verified
 from kvtool.core.query.retrieve import Retrieved, retrieve
 from kvtool.core.query.staleness import with_changes
-from kvtool.core.query.streaming import Streamed, stream_prompt
-from kvtool.core.query.verify import Check, check
+from kvtool.core.query.streaming import fetch_prompt
 from kvtool.core.records.encode import LeadIns
 from kvtool.core.records.read import repair_chunks
 from kvtool.core.session.identity import lead_ins_of
@@ -66,10 +66,7 @@ def answer(
             retrieved = retrieved or retrieve(session.store, session.finder, request, options, prefer, timeline)
             layout = lay_out(session, replace(request, messages=()), options, retrieved=retrieved)
         prepared = begin_answer(session, layout, options)
-        started, (first, *more) = time.perf_counter(), prepared.known
-        generated = generate(session.decoder, prepared.outcome.fused.cache, first, prepared.sampling, on_text, more)
-        add_span(session.timeline, "generate", started, tokens=len(generated.ids))
-        generated, checked = prepared.verified(generated, prepared.sampling)
+        generated, checked = prepared.complete(on_text)
         prepared.keep(again)
         return prepared.reply(generated, checked)
 
@@ -84,7 +81,7 @@ class PreparedAnswer:
     options: QueryOptions
     choice: Choice | None
     selector: Selector
-    streamed: Streamed
+    source: PromptSource
     outcome: Outcome
     chunks: list[ReplyChunk]
     resident_chunks: list[ReplyChunk]
@@ -99,18 +96,35 @@ class PreparedAnswer:
         return self.options.verify and self.selector.uses_cache and not self.session.identity.keeps_states
 
     def check(self, draft: Generated, sampling: Sampling, since: float | None = None) -> Check:
-        has_prefix = self.layout.prefix is not None
-        return check(self.session, self.outcome.fused, has_prefix, draft, sampling, since)
+        """Prefill the draft's prompt in full, over the fused cache, and follow the draft as long as that agrees.
+        `sampling`: how the draft was chosen, greedily. `since`: when it ended; None: now."""
+        session, cache, started = self.session, self.outcome.fused.cache, time.perf_counter()
+        with session.lock:
+            plan = _in_full(self.outcome.fused.plan, self.layout.prefix is not None)
+            exact = fuse(session.decoder, plan, Full(), session.source, timeline=session.timeline, cache=cache)
+            prefill_ms = add_span(session.timeline, "verify: full prefill", started) * 1e3
+            known = follow(session.decoder, exact.cache, exact.logits, draft.script, sampling)
+        return Check(draft, exact, known, started if since is None else since, prefill_ms)
 
-    def verified(
-        self, draft: Generated, sampling: Sampling, going: Callable[[], bool] = lambda: True
+    def complete(
+        self, on_text: OnText | None = None, going: Callable[[], bool] = lambda: True
     ) -> tuple[Generated, Check | None]:
-        """Return the final answer, and its check; a draft that needs none is final. `going`: see `generate`."""
+        """Generate the final answer, and check it; a draft that needs no check is final. `going`: see `generate`."""
+        decoder, sampling, started = self.session.decoder, self.sampling, time.perf_counter()
+        first, *more = self.known
+        draft = generate(decoder, self.outcome.fused.cache, first, sampling, on_text, more, going)
+        add_span(self.session.timeline, "generate", started, tokens=len(draft.ids))
         if not self.is_draft:
             return draft, None
+        if not going():  # as many tokens of full prefill, which then ends as the draft did
+            shorter = replace(sampling.options, max_tokens=max(1, len(draft.ids)))
+            sampling, going = replace(sampling, options=shorter), lambda: True
         checked = self.check(draft, sampling)
         first, *more = checked.known
-        return generate(self.session.decoder, checked.exact.cache, first, sampling, None, more, going), checked
+        final = generate(decoder, checked.exact.cache, first, sampling, None, more, going)
+        if final.finish == "length" and len(final.ids) < self.options.max_tokens:
+            final = replace(final, finish=draft.finish)
+        return final, checked
 
     def keep(self, again: bool = False) -> None:
         if not self.selector.uses_cache:
@@ -118,18 +132,18 @@ class PreparedAnswer:
         if self.outcome.chained is not None:
             keep_prefix(self.session, self.outcome.chained, self.options.state_cache_size, again)
         else:
-            _keep(self.session, self.outcome.fused, self.streamed.holes, again, self.layout.learned)
+            _keep(self.session, self.outcome.fused, self.source.holes, again, self.layout.learned)
 
     def _timing(self, generated: Generated) -> dict[str, float]:
-        layout, choice, streamed = self.layout, self.choice, self.streamed
+        layout, choice, fetch_ms = self.layout, self.choice, self.source.fetch_ms
         decide_ms = choice.decide_ms if choice is not None else 0.0
         return {
             "retrieve": layout.retrieve_ms,
             **asdict(self.outcome.fused.timing),
-            "ttft": layout.retrieve_ms + decide_ms + streamed.ms + self.fuse_ms,
+            "ttft": layout.retrieve_ms + decide_ms + fetch_ms + self.fuse_ms,
             "generate": generated.milliseconds,
             "model_load": self.session.decoder.loaded.load_ms,
-            "stream": streamed.ms,
+            "stream": fetch_ms,
             **({"decide": choice.decide_ms, "profile": choice.profile_ms} if choice is not None else {}),
         }
 
@@ -155,9 +169,9 @@ class PreparedAnswer:
             revision=layout.revision,
             tokens=fused.tokens.to_json() | {"shifted": int(fused.shifted.rows.sum()), "generated": len(generated.ids)},
             timing_ms=timing,
-            bytes_read=fused.bytes_read + self.streamed.bytes_read,
+            bytes_read=fused.bytes_read + self.source.bytes_read,
             controller={} if choice is None else choice.decision.to_json(),
-            stream=self.streamed.rows,
+            stream=self.source.rows,
             slo={} if slo_ms is None else {"slo_ms": slo_ms, "met": timing["ttft"] <= slo_ms},
             generated=generated,
             fused=fused,
@@ -185,6 +199,39 @@ class PreparedAnswer:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Check of a verified answer (`--verify`). What a fused cache says is a draft, shown at once. Full prefill of the
+    same prompt (`exact`) then runs into the draft's buffers, and the draft's tokens follow it as far as full prefill
+    would have chosen them; the rest is generated from there. All rows are those of `--fusion full`, bit by bit, so the
+    final answer is its own, token by token.
+
+    `known`: full prefill's tokens as far as the draft agrees, and the first other one; all but the last have rows.
+    `since`: end of the draft (`time.perf_counter`). Draft cheaply and verify exactly is the idea of Lynx (arXiv
+    2607.01831), for compressed caches.
+    """
+
+    draft: Generated
+    exact: Fused
+    known: Sequence[int]
+    since: float
+    prefill_ms: float
+
+    def verdict(self, generated: Generated, first_ms: float) -> Verified:
+        """Return what became of the draft. `generated`: by full prefill. `first_ms`: to the draft's first token."""
+        agreed = [ours == theirs for ours, theirs in zip(self.known, self.draft.script, strict=False)]
+        draft = self.draft.text.strip()
+        checking_ms = (time.perf_counter() - self.since) * 1e3
+        return Verified(
+            accepted=min(sum(agreed), len(self.draft.ids)),
+            drafted=len(self.draft.ids),
+            draft=None if draft == generated.text.strip() else draft,
+            first_ms=first_ms,
+            prefill_ms=self.prefill_ms,
+            final_ms=first_ms + self.draft.milliseconds + checking_ms,
+        )
+
+
 def begin_answer(
     session: Session, layout: PromptLayout, options: QueryOptions, *, marked: bool = False
 ) -> PreparedAnswer:
@@ -201,10 +248,12 @@ def begin_answer(
         if options.clamp:
             left = session.decoder.context - layout.plan.length
             options = replace(options, max_tokens=max(1, min(options.max_tokens, left)))
-        streamed = _fetch(session, layout, options, selector)
+        source = PromptSource(layout.plan, session.source)
+        if _fetches(session, options) and not _is_fixed(layout) and selector.reads(layout.plan, session.layers):
+            source = fetch_prompt(session, layout, options, selector)
         prepare_compiled_model(session.decoder)
         started = time.perf_counter()
-        outcome = _fuse(session, layout, streamed, selector, options)
+        outcome = _fuse(session, layout, source, selector, options)
         constraint = Constraint(options.grammar, session.tokenizer) if options.grammar else None
         sampling = Sampling(options, ends=tuple(stop_ids(session.decoder)), constraint=constraint)
         first = _first_tokens(outcome, sampling)
@@ -213,7 +262,7 @@ def begin_answer(
         marks = plan_marks(session, layout.plan) if marked else ()
         session.store.end_view()  # all is read: no writer, this answer included, has to wait for it
         return PreparedAnswer(
-            session, layout, options, choice, selector, streamed, outcome, chunks, resident, ms, first, sampling, marks
+            session, layout, options, choice, selector, source, outcome, chunks, resident, ms, first, sampling, marks
         )
 
 
@@ -229,27 +278,26 @@ def _choose(
         options = replace(options, defer=False, fusion=WEIGHED if options.fusion == AUTO else options.fusion)
     if options.fusion != AUTO:
         return layout, options, None
-    if layout.prefix is not None or _streams(session, options):
+    if layout.prefix is not None or _fetches(session, options):
         return layout, replace(options, fusion=WEIGHED), None
     choice = choose(session, layout, options)
     return choice.layout, choice.options, choice
 
 
-def _streams(session: Session, options: LoadOptions) -> bool:
+def _fetches(session: Session, options: LoadOptions) -> bool:
+    """Return True if chunks are fetched from a shared store within a time objective, before anything is fused."""
     return options.slo_ms is not None and session.store.link is not None and not session.identity.keeps_states
 
 
-def _fetch(session: Session, layout: PromptLayout, options: LoadOptions, selector: Selector) -> Streamed:
-    is_fixed = layout.prefix is not None or bool(layout.request.messages)
-    if is_fixed or not _streams(session, options) or not selector.reads(layout.plan, session.layers):
-        return Streamed(layout.plan, session.source)
-    return stream_prompt(session, layout, options, selector)
+def _is_fixed(layout: PromptLayout) -> bool:
+    """Return True for a prompt whose rows in the cache, or whose text, are given: no level of it can be chosen."""
+    return layout.prefix is not None or bool(layout.request.messages)
 
 
 def _fuse(
-    session: Session, layout: PromptLayout, streamed: Streamed, selector: Selector, options: QueryOptions
+    session: Session, layout: PromptLayout, source: PromptSource, selector: Selector, options: QueryOptions
 ) -> Outcome:
-    decoder, plan, timeline = session.decoder, streamed.plan, session.timeline
+    decoder, plan, timeline = session.decoder, source.plan, session.timeline
     reserve = min(options.max_tokens, _RESERVED) if options.clamp else options.max_tokens
     cache = None if layout.prefix is None else layout.prefix.cache
     if is_recurrent(cache):
@@ -259,8 +307,8 @@ def _fuse(
         chained = answer_chain(session, plan, selector, options)
         return Outcome(chained.fused, chained=chained)
     if cache is None and options.defer:
-        return fuse_in_rounds(session, plan, selector, streamed.source, options)
-    return Outcome(fuse(decoder, plan, selector, streamed.source, reserve, timeline, options.load_timeout, cache))
+        return fuse_in_rounds(session, plan, selector, source.kv, options)
+    return Outcome(fuse(decoder, plan, selector, source.kv, reserve, timeline, options.load_timeout, cache))
 
 
 def _first_tokens(outcome: Outcome, sampling: Sampling) -> Sequence[int]:
@@ -319,6 +367,14 @@ def _keep(session: Session, fused: Fused, computed: Sequence[Segment], again: bo
             session.warn(f"a learned passage was computed in place: {segment.reason}", "it is learned again")
         if lost:  # not those that are stored at another level than is asked for
             session.learned.forget({segment.source.chunk_id for segment in lost})
+
+
+def _in_full(plan: Plan, has_prefix: bool) -> Plan:
+    """Return the plan of the same prompt in full; the first segment is what earlier turns left, and exact, if
+    `has_prefix`."""
+    first, *chunks, question = plan.segments
+    build = extend_plan if has_prefix else build_plan
+    return build(first.source, [segment.source for segment in chunks], question.source.ids)
 
 
 def _verified(generated: Generated, checked: Check | None, timing: dict[str, float]) -> Verified:

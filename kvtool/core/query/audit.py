@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -36,47 +36,37 @@ if TYPE_CHECKING:
 _READ_ONLY = "audits are stored next to the store, which cannot be written: none is made"
 
 
-class Auditor:
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._said: set[str] = set()
+def is_audit_due(session: Session, reply: Reply, share: float) -> bool:
+    """Return True if an answer is among the audited share, and an audit of it says something."""
+    if not is_drawn(reply.question, reply.revision, share):
+        return False
+    if session.store.read_only:
+        session.warn_once(_READ_ONLY, "make the store writable, or leave --audit out")
+        return False
+    if reply.selector.lossless:
+        session.say_once(f"no audit: {reply.fusion} gives full prefill's answer by construction")
+        return False
+    if reply.verified is not None:
+        session.say_once("no audit: a verified answer has been held against full prefill")
+        return False
+    return True
 
-    def is_due(self, reply: Reply, share: float) -> bool:
-        if not is_drawn(reply.question, reply.revision, share):
-            return False
-        if self._session.store.read_only:
-            hint = "make the store writable, or leave --audit out"
-            self._once(_READ_ONLY, lambda text: self._session.warn(text, hint))
-            return False
-        if reply.verified is not None and not reply.selector.lossless:
-            self._once("no audit: a verified answer has been held against full prefill", self._session.say)
-            return False
-        if reply.selector.lossless:
-            self._once(f"no audit: {reply.fusion} gives full prefill's answer by construction", self._session.say)
-            return False
-        return True
 
-    def audit(self, reply: Reply, options: QueryOptions) -> Audit | None:
-        """Audit an answer and keep the result; None, with a warning, where that failed: the answer is valid without."""
-        session = self._session
-        try:
-            with out_of_memory_hint(reply.tokens["prompt"]):  # a second prompt cache may be one too many
-                done = audit(session, reply, options)
-        except KvtoolError as error:
-            session.warn(f"an answer could not be audited: {error.message}", error.hint)
-            return None
-        if not math.isfinite(done.kl_answer):
-            session.warn("an answer could not be audited: its distributions are no numbers", "try --dtype float32")
-            return None
-        if not keep_audit(session.store, session.identity.fingerprint, done):
-            hint = "free space on the store's disk, or make its folder writable"
-            self._once("an audit could not be kept", lambda text: session.warn(text, hint))
-        return done
-
-    def _once(self, text: str, tell: Callable[[str], None]) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            tell(text)
+def audit_answer(session: Session, reply: Reply, options: QueryOptions) -> Audit | None:
+    """Audit an answer and keep the result; None, with a warning, where that failed: the answer is valid without."""
+    try:
+        with out_of_memory_hint(reply.tokens["prompt"]):  # a second prompt cache may be one too many
+            done = audit(session, reply, options)
+    except KvtoolError as error:
+        session.warn(f"an answer could not be audited: {error.message}", error.hint)
+        return None
+    if not math.isfinite(done.kl_answer):
+        session.warn("an answer could not be audited: its distributions are no numbers", "try --dtype float32")
+        return None
+    if not keep_audit(session.store, session.identity.fingerprint, done):
+        hint = "free space on the store's disk, or make its folder writable"
+        session.warn_once("an audit could not be kept", hint)
+    return done
 
 
 def audit(session: Session, reply: Reply, options: QueryOptions) -> Audit:

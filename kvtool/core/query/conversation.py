@@ -18,11 +18,11 @@ from kvtool.core.errors import ContextFullError, DamagedError, KvtoolError, Usag
 from kvtool.core.fusion.engine import copied
 from kvtool.core.fusion.plan import Candidate, Plan, as_resident
 from kvtool.core.fusion.selectors import REFERENCE
-from kvtool.core.model.generate import Generated, generate
+from kvtool.core.model.generate import Generated
 from kvtool.core.model.prompt import RESULT, question_tokens, said_tokens, turn_header
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.model.recurrent import is_recurrent
-from kvtool.core.query.answer import OnText, PreparedAnswer, begin_answer
+from kvtool.core.query.answer import Check, OnText, PreparedAnswer, begin_answer
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.prompt import (
     OTHER_TEXT,
@@ -35,7 +35,6 @@ from kvtool.core.query.prompt import (
     record_marks,
 )
 from kvtool.core.query.reply import Reply, Request
-from kvtool.core.query.verify import Check
 
 if TYPE_CHECKING:
     from kvtool.core.model.hf.states import Marked
@@ -292,17 +291,9 @@ class Conversation:
         earlier turns were not; KvtoolError: see `answer`."""
         with self._lend() as session, session.lock, session.store.view():
             prepared = self.begin(session, question, options)
-            first, *more = prepared.known
-            cache, sampling = prepared.outcome.fused.cache, prepared.sampling
-            draft = generate(session.decoder, cache, first, sampling, on_text, more, going)
-            if not going():  # as many tokens of full prefill, which then ends as the draft did
-                shorter = replace(sampling.options, max_tokens=max(1, len(draft.ids)))
-                sampling, going = replace(sampling, options=shorter), lambda: True
-            said, checked = prepared.verified(draft, sampling, going)
-            if said.finish == "length" and len(said.ids) < prepared.options.max_tokens:
-                said = replace(said, finish=draft.finish)
+            generated, checked = prepared.complete(on_text, going)
             prepared.keep()
-            return self.take(prepared, said, checked)
+            return self.take(prepared, generated, checked)
 
     def begin(
         self,

@@ -13,7 +13,7 @@ from kvtool.core.fusion.selectors import AUTO, MODES, parameters_of_mode
 from kvtool.core.model.options import ANSWER, SamplingOptions, system_option
 from kvtool.core.options.option import Option, Options, option, options_of
 from kvtool.core.retrieval.options import CHUNKS, RetrievalOptions
-from kvtool.core.streaming.fetch_state import DEFAULT_MARGIN, DEFAULT_PREDICTOR, PREDICTORS
+from kvtool.core.streaming.fetch_state import DEFAULT_MARGIN
 
 if TYPE_CHECKING:
     from kvtool.core.session.identity import StoreIdentity
@@ -59,12 +59,6 @@ class LoadOptions(Options, sections=("query",)):
         parameter="load.timeout",
         unit="duration",
         lowest=0.001,
-    )
-    stream_predictor: str = option(
-        DEFAULT_PREDICTOR,
-        "Predictor of the bandwidth to a shared store.",
-        parameter="stream.predictor",
-        choices=PREDICTORS,
     )
     stream_margin: float = option(
         DEFAULT_MARGIN,

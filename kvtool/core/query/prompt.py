@@ -6,9 +6,9 @@ import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvtool.core.cache.identity import ids_digest
 from kvtool.core.cache.layout import REPAIR
@@ -16,7 +16,7 @@ from kvtool.core.codec.levels import enough_loss, known, whole
 from kvtool.core.common.timeline import add_span
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import ContextFullError, DamagedError, NothingFoundError, UsageError
-from kvtool.core.fusion.plan import Candidate, Part, Plan, build_plan, extend_plan, with_stored_rows
+from kvtool.core.fusion.plan import Candidate, Part, Plan, Segment, build_plan, extend_plan, with_stored_rows
 from kvtool.core.model.options import ORDINARY
 from kvtool.core.model.prompt import (
     PromptParts,
@@ -36,6 +36,7 @@ from kvtool.core.session.identity import smallest_allowed
 
 if TYPE_CHECKING:
     from kvtool.core.cache.entries import ChunkInfo
+    from kvtool.core.fusion.loader import KVSource
     from kvtool.core.model.prompt_cache import PromptCache
     from kvtool.core.session.session import Session
 
@@ -64,6 +65,20 @@ class PromptLayout:
     cut: int = 0
     corrections: Sequence[dict[str, str]] = ()
     learned: Collection[bytes] = ()
+
+
+@dataclass(slots=True)
+class PromptSource:
+    """A prompt's plan and what its cached KV is read from. Of a prompt fetched from a shared store: chunks that reached
+    no level and were not computed are holes of `plan`; some of `kv` is decoded already, `bytes_read` of records;
+    `holes`: computed segments that are worth storing; `rows`: the decisions (`kvtool help json`)."""
+
+    plan: Plan
+    kv: KVSource
+    holes: list[Segment] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    bytes_read: int = 0
+    fetch_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +135,11 @@ def lay_out(
         else:
             plan = extend_plan(prefix.tokens, chunks, question)
         revision = session.store.revision()
-    retrieve_ms = add_span(session.timeline, "retrieve", started) * 1e3 + (retrieved.milliseconds if retrieved else 0.0)
+    retrieve_ms = add_span(session.timeline, "lay out", started) * 1e3 + (retrieved.milliseconds if retrieved else 0.0)
     check_length(plan.length + more)
-    return PromptLayout(
-        request, [hit for hit, _ in left], plan, retrieve_ms, revision, prefix, resident_hits, *found[1:]
-    )
+    hits = [hit for hit, _ in left]
+    cut, corrections = found.cut, found.corrections
+    return PromptLayout(request, hits, plan, retrieve_ms, revision, prefix, resident_hits, cut, corrections)
 
 
 def _least_answer(options: QueryOptions, is_first: bool) -> int:

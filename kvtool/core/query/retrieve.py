@@ -39,7 +39,7 @@ def retrieve(
     started = time.perf_counter()
     with store.view():
         result, revision = find_chunks(finder, request, options, prefer), store.documents_revision()
-    return Retrieved(result, revision, add_span(timeline, "search", started) * 1e3)
+    return Retrieved(result, revision, add_span(timeline, "retrieve", started) * 1e3)
 
 
 def find_chunks(

@@ -1,7 +1,7 @@
 """Fetching of a prompt's chunks from a shared store under a time objective, while those before are decoded, and others
 are computed.
 
-CacheGen (arXiv 2310.07240, section 5) and Cake (arXiv 2410.03065, section 4). `streaming/compute_fetch_overlap.py`
+CacheGen (arXiv 2310.07240, section 5) and Cake (arXiv 2410.03065, section 4). `streaming/policy.py`
 decides what is fetched next, how fine, and what is computed from its text instead; samples/benchmarks/stream.py
 simulates the same policy. Here it runs over a network.
 """
@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,14 +29,14 @@ from kvtool.core.common.timeline import add_span
 from kvtool.core.errors import RemoteError
 from kvtool.core.fusion.chunk_cache import ChunkCache, held_on
 from kvtool.core.fusion.cost import MEMORY, PromptRows, Span, Speeds
-from kvtool.core.fusion.loader import KVSource, ReadStats
+from kvtool.core.fusion.loader import ReadStats
 from kvtool.core.fusion.plan import Plan, Segment, build_plan, with_stored_rows
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.model.prefill import LeadIn, PrefillItem, PrefillStopped, prefill_chunks
+from kvtool.core.query.prompt import PromptSource
 from kvtool.core.session.identity import MeasuredLosses
-from kvtool.core.streaming.compute_fetch_overlap import OverlapPolicy
-from kvtool.core.streaming.fetch_state import Fetch, Ladder, Part, Policy, Rung, Task, make_estimator
-from kvtool.core.streaming.policy import DEPTH
+from kvtool.core.streaming.fetch_state import Fetch, Harmonic, Ladder, Part, Policy, Rung, Task
+from kvtool.core.streaming.policy import DEPTH, OverlapPolicy
 
 if TYPE_CHECKING:
     from kvtool.core.model.prefill import ChunkKV
@@ -51,20 +51,7 @@ _SLOWER = 1.5
 _TEXT = "not fetched in time"
 
 
-@dataclass(slots=True)
-class Streamed:
-    """Result of streaming. In `plan`, chunks that reached no level and were not computed are holes. `source`: some of
-    it is decoded already, `bytes_read` of records. `holes`: computed segments that are worth storing."""
-
-    plan: Plan
-    source: KVSource
-    holes: list[Segment] = field(default_factory=list)
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    bytes_read: int = 0
-    ms: float = 0.0
-
-
-def stream_prompt(session: Session, layout: PromptLayout, options: LoadOptions, selector: Selector) -> Streamed:
+def fetch_prompt(session: Session, layout: PromptLayout, options: LoadOptions, selector: Selector) -> PromptSource:
     """Fetch what a prompt lacks until the objective leaves time only for computing. Calibration does not count."""
     speeds = session.speeds.speeds((MEMORY,), ())  # memory: decoding overlaps with fetching, placing does not
     compile_ahead()
@@ -72,7 +59,7 @@ def stream_prompt(session: Session, layout: PromptLayout, options: LoadOptions, 
     store, link, plan = session.store, session.store.link, layout.plan
     assert link is not None
     assert options.slo_ms is not None
-    streamed = Streamed(plan, session.source)
+    fetched = PromptSource(plan, session.source)
     if ladders := _ladders(store, link, plan, options, selector, speeds.layers):
         segments = plan.segments
         holes = {at: segment for at, segment in enumerate(segments[:-1]) if segment.status == "miss" and segment.ids}
@@ -84,15 +71,15 @@ def stream_prompt(session: Session, layout: PromptLayout, options: LoadOptions, 
         computing = Computing(plan, speeds, selector, frozenset(holes))
         alone = partial(_alone, session, plan, speeds)
         task = Task(ladders, computing, options.slo_ms / 1e3, ahead.seconds, alone)
-        policy = OverlapPolicy(task, make_estimator(options.stream_predictor), options.stream_margin)
+        policy = OverlapPolicy(task, Harmonic(), options.stream_margin)
         Driver(link, segments, policy, ahead, started - layout.retrieve_ms / 1e3).run()
         levels = computing.settled(policy.levels | dict.fromkeys(policy.computed, COMPUTED))
         levels = {number: level for number, level in levels.items() if level is not None or number not in holes}
         computed = [hole for number, hole in holes.items() if number in policy.computed]
         rows = _rows(policy.log, segments)
-        streamed = Streamed(_at_levels(store, plan, levels), source, computed, rows, ahead.bytes_read(levels))
-    streamed.ms = add_span(session.timeline, "stream", started) * 1e3
-    return streamed
+        fetched = PromptSource(_at_levels(store, plan, levels), source, computed, rows, ahead.bytes_read(levels))
+    fetched.fetch_ms = add_span(session.timeline, "stream", started) * 1e3
+    return fetched
 
 
 def _alone(session: Session, plan: Plan, speeds: Speeds, number: int) -> float:
@@ -105,10 +92,8 @@ def _alone(session: Session, plan: Plan, speeds: Speeds, number: int) -> float:
 
 
 def compute_alone(session: Session, segment: Segment, going: Callable[[], bool]) -> ChunkKV | None:
-    """Return a segment's KV after the store's lead-in, as ingest would store it: on the CPU the same bits. None: it
-    needs the chunk before it, or `going` said to stop."""
-    if session.identity.spec_of(segment.source.chunk_id, segment.ids) is None:
-        return None
+    """Return a segment's KV after the store's lead-in, as ingest would store it: on the CPU the same bits. None:
+    `going` said to stop."""
     is_prefix = segment.source.chunk_id == session.identity.prefix_id
     lead_in = LeadIn(session.decoder, ()) if is_prefix else session.lead_in
     try:
@@ -332,7 +317,7 @@ class Driver:
 
 COMPUTED = RAW  # the level of what was computed from its text: it loses nothing
 
-# What ingest would store of a segment; None: it depends on other chunks, or the second argument said to stop.
+# What ingest would store of a segment; None: the second argument said to stop.
 Prefill = Callable[[Segment, Callable[[], bool]], "ChunkKV | None"]
 
 

@@ -226,6 +226,10 @@ class Session:
         return cache(self.warn)
 
     @cached_property
+    def say_once(self) -> Callable[[str], None]:
+        return cache(self.say)
+
+    @cached_property
     def profiles(self) -> ProfileCache:
         return ProfileCache(self.store)
 

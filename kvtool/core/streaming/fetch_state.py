@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvtool.core.errors import UsageError
-
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -63,7 +61,6 @@ class Ladder:
 
 
 _WINDOW = 5  # transfers that the harmonic mean is taken over, as players of streamed video take it
-_NEWEST = 0.5  # weight of the newest transfer in the moving average
 
 
 class Estimator(Protocol):
@@ -75,23 +72,6 @@ class Estimator(Protocol):
     @property
     def bytes_per_second(self) -> float | None:
         """The expected throughput of the next transfer; None before the first."""
-
-
-class Ewma:
-    """Moving average; with weight 1 only the newest transfer counts (CacheGen, arXiv 2310.07240, section 5.3)."""
-
-    def __init__(self, newest: float = _NEWEST) -> None:
-        self._newest = newest
-        self._rate: float | None = None
-
-    def observe(self, size: float, seconds: float) -> None:
-        if size and seconds > 0:
-            rate = size / seconds
-            self._rate = rate if self._rate is None else self._newest * rate + (1 - self._newest) * self._rate
-
-    @property
-    def bytes_per_second(self) -> float | None:
-        return self._rate
 
 
 class Harmonic:
@@ -109,15 +89,7 @@ class Harmonic:
         return len(self._rates) / sum(1 / rate for rate in self._rates) if self._rates else None
 
 
-PREDICTORS: dict[str, Callable[[], Estimator]] = {"last": lambda: Ewma(1.0), "ewma": Ewma, "harmonic": Harmonic}
-DEFAULT_PREDICTOR = "harmonic"
 DEFAULT_MARGIN = 0.1  # of the estimate that is not counted on
-
-
-def make_estimator(name: str) -> Estimator:
-    if name not in PREDICTORS:
-        raise UsageError(f"there is no predictor {name!r}", f"known: {', '.join(PREDICTORS)}")
-    return PREDICTORS[name]()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +97,6 @@ class Fetch:
     chunk: int
     level: str
     parts: tuple[Part, ...]
-    give_up_at: float | None  # seconds from the question's start, as seen at the request (`Policy.give_up_at`)
     estimated_bytes_per_second: float | None  # at the request, before the margin; None: no estimate yet
 
     @property
@@ -259,10 +230,8 @@ class Policy(ABC):
     def _ask(self, now: float, ladder: Ladder, number: int, decision: str) -> Fetch:
         rung = ladder.rungs[number]
         rate = self._estimator.bytes_per_second
-        draft = Fetch(ladder.chunk, rung.level, rung.absent(self._coming(ladder)), None, rate)
-        self._flying.append(Flight(draft, now, decision))
-        fetch = Fetch(draft.chunk, draft.level, draft.parts, self.give_up_at(draft), rate)
-        self._flying[-1] = Flight(fetch, now, decision)
+        fetch = Fetch(ladder.chunk, rung.level, rung.absent(self._coming(ladder)), rate)
+        self._flying.append(Flight(fetch, now, decision))
         self._count(ladder.chunk)
         return fetch
 

@@ -17,8 +17,9 @@ from kvtool.core.codec.levels import RAW
 from kvtool.core.common.types import Events
 from kvtool.core.ingest.account import Account
 from kvtool.core.ingest.options import IngestOptions
-from kvtool.core.ingest.prepare import NewChunks, PreparedFile
 from kvtool.core.ingest.storer import ChunkStorer, batch_tokens
+from kvtool.core.ingest.stream import NewChunks
+from kvtool.core.ingest.survey import PreparedFile
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.session.identity import StoreIdentity, lead_ins_of
 from samples.benchmarks.bench.machine import Host

@@ -10,7 +10,7 @@ import torch
 from kvtool.core.cache.entries import ChunkRef, DocumentEntry, FileEntry
 from kvtool.core.common.types import Events
 from kvtool.core.corpus.split import SplitSettings
-from kvtool.core.ingest.prepare import PreparedFile
+from kvtool.core.ingest.survey import PreparedFile
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.session.identity import LeadInIds, StoreIdentity
 from samples.benchmarks.bench.ingest import bench_ingest

@@ -28,8 +28,7 @@ from kvtool.core.corpus.reading import Reading
 from kvtool.core.corpus.walk import FoundFile
 from kvtool.core.ingest.choices import Choices
 from kvtool.core.ingest.options import IngestOptions
-from kvtool.core.ingest.prepare import PreparedFile, prepare
-from kvtool.core.ingest.survey import ChangedFile, Seen, survey
+from kvtool.core.ingest.survey import ChangedFile, PreparedFile, Seen, prepare, survey
 from kvtool.core.session.identity import StoreIdentity
 
 CHUNKS = 10  # of a file

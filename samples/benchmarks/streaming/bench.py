@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from kvtool.core.streaming.compute_fetch_overlap import OverlapPolicy
-from kvtool.core.streaming.fetch_state import DEFAULT_MARGIN, DEFAULT_PREDICTOR, Policy, Task, make_estimator
-from kvtool.core.streaming.policy import DEPTH, Adaptive
+from kvtool.core.streaming.fetch_state import DEFAULT_MARGIN, Policy, Task
+from kvtool.core.streaming.policy import DEPTH, OverlapPolicy
 from samples.benchmarks.streaming.context import Context
+from samples.benchmarks.streaming.predictors import DEFAULT_PREDICTOR, PREDICTORS
 from samples.benchmarks.streaming.rules import CacheGenRule, Fixed, TextOnly
 from samples.benchmarks.streaming.simulate import Outcome, simulate
 from samples.benchmarks.streaming.traces import LinkTrace, drop_in_mid_transfer
@@ -195,13 +196,13 @@ def _outcomes(
 
 
 def _policy(name: str, task: Task, options: StreamOptions) -> Policy:
-    estimator = make_estimator(options.predictor)
+    estimator = PREDICTORS[options.predictor]()
     if name == ADAPTIVE:
         return OverlapPolicy(task, estimator, options.margin)
     if name == LINK:
-        return Adaptive(task, estimator, options.margin)
+        return OverlapPolicy(replace(task, alone=lambda chunk: math.inf), estimator, options.margin)
     if name == CACHEGEN:
-        return CacheGenRule(task, make_estimator("last"), options.margin)
+        return CacheGenRule(task, PREDICTORS["last"](), options.margin)
     return TextOnly(task, estimator) if name == TEXT else Fixed(task, estimator, name)
 
 

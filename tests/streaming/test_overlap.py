@@ -10,18 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtool.core.streaming.compute_fetch_overlap import MEANWHILE, OverlapPolicy
-from kvtool.core.streaming.fetch_state import PREDICTORS, Ladder, Task, make_estimator
+from kvtool.core.streaming.fetch_state import Ladder, Task
+from kvtool.core.streaming.policy import MEANWHILE
+from samples.benchmarks.streaming.predictors import PREDICTORS
 from samples.benchmarks.streaming.simulate import meets, simulate
 from samples.benchmarks.streaming.traces import LinkTrace
-from tests.streaming.making import MB, adaptive, ladder, steady, task, tasks, traces
+from tests.streaming.making import MB, adaptive, both, ladder, steady, task, tasks, traces
 
 CHOICES = st.sampled_from(sorted(PREDICTORS)), st.sampled_from((0.0, 0.1, 0.5)), st.integers(1, 4)
 DEAD = LinkTrace("dead", "dead", ((0.0, 0.0), (60.0, 1.0)))
-
-
-def both(one: Task, predictor: str = "last", margin: float = 0.0) -> OverlapPolicy:
-    return OverlapPolicy(one, make_estimator(predictor), margin)
 
 
 @st.composite
@@ -43,15 +40,6 @@ def test_the_objective_is_met_wherever_text_alone_would_meet_it_however_slow_the
     assert one.objective is not None
     if one.compute(frozenset(rungs.chunk for rungs in one.ladders)) <= one.objective:
         assert meets(run.ttft_s, one.objective)
-
-
-@settings(max_examples=50, deadline=None)
-@given(tasks(st.none() | st.floats(0.01, 4)), traces(), *CHOICES)
-def test_where_nothing_can_be_computed_alone_it_does_what_the_link_alone_does(
-    one: Task, trace: LinkTrace, predictor: str, margin: float, depth: int
-) -> None:
-    found, wanted = (simulate(make(one, predictor, margin), one, trace, depth) for make in (both, adaptive))
-    assert found == wanted
 
 
 @settings(max_examples=50, deadline=None)
