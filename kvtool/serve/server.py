@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import faulthandler
 import logging
 import math
 import os
 import signal
 import socket
 import ssl
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,14 +21,13 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvtool.core.common.types import Warn
-from kvtool.core.errors import EXIT_TERMINATED, KvtoolError
+from kvtool.core.errors import KvtoolError
 from kvtool.serve.engine import Engine
 from kvtool.serve.options import ServeOptions
 from kvtool.serve.unix_socket import leave
 
 _BACKLOG = 128
 _HEADER_BYTES = 64 * 1024
-_LAST_RESORT = 10.0  # seconds after the deadline of a shutdown
 _GRACE = 30.0  # seconds for the shutdown after its answers: a batch of an ingest, a layer of a prompt
 
 
@@ -73,7 +69,13 @@ def serve(engine: Engine, listeners: Sequence[Listener], drain: float, ready: Ca
     """Answer until a signal. `drain`: seconds to finish answers."""
     servers = {server_of(listener, drain): listener.socket for listener in listeners}
     with _warning(warn):
-        asyncio.run(_until_signalled(engine, servers, ready, Watchdog(drain + _GRACE, warn)))
+        asyncio.run(_until_signalled(engine, servers, ready, drain + _GRACE))
+
+
+def limit_shutdown(seconds: float) -> None:
+    """End the process by SIGALRM after so many seconds. The kernel does it, even if no thread can run."""
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 class _Server(uvicorn.Server):
@@ -85,7 +87,7 @@ class _Server(uvicorn.Server):
 
 
 async def _until_signalled(
-    engine: Engine, servers: Mapping[uvicorn.Server, socket.socket], ready: Callable[[], None], watchdog: Watchdog
+    engine: Engine, servers: Mapping[uvicorn.Server, socket.socket], ready: Callable[[], None], limit: float
 ) -> None:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
 
@@ -96,7 +98,7 @@ async def _until_signalled(
         stop.set()
 
     def signalled(number: int, frame: object) -> None:
-        watchdog.start()  # here, not in the loop, which may hang
+        limit_shutdown(limit)
         loop.call_soon_threadsafe(end)
 
     before = {number: signal.signal(number, signalled) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -114,31 +116,6 @@ async def _until_signalled(
         engine.halt()  # asyncio would wait for a running ingest
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-class Watchdog:
-    """Deadline of a shutdown in seconds, after which the process ends with a warning.
-
-    The limits of requests (`wire`) keep the interpreter free. In case they fail, the last resort is a thread of
-    `faulthandler`, which needs no interpreter.
-    """
-
-    def __init__(self, seconds: float, warn: Warn) -> None:
-        self._seconds, self._warn = seconds, warn
-        self._started = False
-
-    def start(self) -> None:
-        if self._started:
-            return
-        self._started = True
-        faulthandler.dump_traceback_later(self._seconds + _LAST_RESORT, exit=True, file=2)
-        threading.Thread(target=self._run, name="kvtool-watchdog", daemon=True).start()
-
-    def _run(self) -> None:
-        time.sleep(self._seconds)
-        what = f"the server has not shut down within {self._seconds:g} s"
-        self._warn(f"{what}: it is ended", "what was answered or ingested so far is kept")
-        os._exit(EXIT_TERMINATED)
 
 
 def server_of(listener: Listener, drain: float) -> uvicorn.Server:
