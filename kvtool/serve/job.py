@@ -202,11 +202,10 @@ class Job:
 
     Attributes
     ----------
-    tell : called with each event, in the engine's thread; must not wait. Raises LeftError if the client has left.
+    tell : called with each event, in the engine's thread; must neither wait nor raise.
     arrived, since : times by `time.monotonic()`: of its arrival, and since when it waits.
     steps : its life (`steps.py`), once it has begun.
     sequence : its answer while that is decoded; `answer` is the complete one.
-    failed : error of `tell`.
     ended : no more events follow.
     """
 
@@ -223,7 +222,6 @@ class Job:
     answer: Answer | None = None
     tokens: PromptTokens = PromptTokens(0, 0)
     left: bool = False
-    failed: KvtoolError | None = None
     ended: bool = False
 
     def __post_init__(self) -> None:
@@ -231,8 +229,6 @@ class Job:
 
     @property
     def lost(self) -> KvtoolError | None:
-        if self.failed is not None:
-            return self.failed
         if self.left:
             return LeftError("the client has left")
         if time.monotonic() - self.arrived > self.timeout:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from kvtool.core.cache.environment import Closed
 from kvtool.core.common.types import Warn
 from kvtool.serve.conversations import ConversationCache
-from kvtool.serve.job import Answer, Ask, BusyError, Event, FairQueue, Job, LeftError, Step, Tell, as_error
+from kvtool.serve.job import Answer, Ask, BusyError, Event, FairQueue, Job, Step, Tell, as_error
 from kvtool.serve.learning import Learner
 from kvtool.serve.loaded_model import LoadedModel
 from kvtool.serve.options import ServeOptions
@@ -87,7 +87,7 @@ class Scheduler:
         if last is job:
             raise busy
         if last is not None:
-            self._tell(last, busy)
+            last.tell(busy)
             last.ended = True
         return job
 
@@ -169,8 +169,7 @@ class Scheduler:
         """Begin a job, or continue one that was suspended."""
         job.queue_ms += (time.monotonic() - job.since) * 1e3
         if job.steps is None:
-            tell = partial(self._tell, job)
-            job.steps = steps_of(job, self._model, self._conversations, tell, self._run_others)
+            job.steps = steps_of(job, self._model, self._conversations, self._run_others)
         self._advance(job)
 
     def _advance(self, job: Job) -> None:
@@ -277,18 +276,5 @@ class Scheduler:
         if isinstance(event, Answer):
             took = time.monotonic() - job.arrived - job.queue_ms / 1e3
             self._seconds += (took - self._seconds) / 8
-        failed = job.failed
-        self._tell(job, failed or event)
-        if job.failed is not None and job.failed is not failed:
-            self._tell(job, job.failed)  # in its place
+        job.tell(event)
         job.ended = True
-
-    def _tell(self, job: Job, event: Event) -> None:
-        """Send an event. A job ends if its client has left, and fails if sending fails otherwise."""
-        try:
-            job.tell(event)
-        except LeftError:
-            job.left = True
-        except Exception as error:
-            job.failed = as_error(error)
-            self._warn(f"an event could not be sent: {job.failed.message}", job.failed.hint)
