@@ -25,7 +25,7 @@ from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request as Question
 from kvtool.serve.answers import Answers, Dialect, EventStream, json_line, stream
 from kvtool.serve.anthropic import Anthropic
-from kvtool.serve.auth import OWNER, BodyLimits, Guard, owner_of
+from kvtool.serve.auth import OWNER, BodyLimit, Guard, owner_of
 from kvtool.serve.documents import Documents
 from kvtool.serve.engine import Engine
 from kvtool.serve.job import Answer, Ask, BusyError
@@ -114,7 +114,7 @@ def make_app(
         ],
         exception_handlers=_HANDLERS,
     )
-    return log.of(BodyLimits(app, options.client_timeout, options.max_body), {route.path for route in routes})
+    return log.of(BodyLimit(app, options.max_body), {route.path for route in routes})
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -33,7 +32,7 @@ _GRACE = 30.0  # seconds for the shutdown after its answers: a batch of an inges
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """An application with its bound socket, perhaps at a `path`. `timeout`: seconds for a head, and for reading."""
+    """An application with its bound socket, perhaps at a `path`. `timeout`: seconds that a client may be idle."""
 
     app: ASGIApp
     socket: socket.socket
@@ -157,49 +156,49 @@ def _warning(warn: Warn) -> Iterator[None]:
 
 
 class TimeoutProtocol(H11Protocol):
-    """HTTP/1.1 connection that is closed if the head of a request, or reading by the client, takes too long.
+    """HTTP/1.1 connection that is closed if the client takes too long: to send a head, to continue a body, or to read.
 
-    `auth.BodyLimits` limits bodies, with a response. A connection whose last response is not read ends, too.
+    A connection whose last response is not read ends, too.
     """
 
     timeout: float  # seconds, set by `server_of`
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._head_timer: asyncio.TimerHandle | None = None
-        self._read_timer: asyncio.TimerHandle | None = None
+    _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._await_head()
+        self._restart_timer()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._is_answering:  # else it is a part of a head, which is timed as a whole
+            self._restart_timer()
 
     def on_response_complete(self) -> None:
-        self._await_head()  # before a request that has arrived already
         super().on_response_complete()
+        self._restart_timer()
 
     def pause_writing(self) -> None:
         """See `asyncio.Protocol`: the client reads too slowly."""
         super().pause_writing()
-        self._read_timer = self.loop.call_later(self.timeout, self.transport.abort)
+        self._restart_timer()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        _cancel(self._read_timer)
+        self._restart_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        _cancel(self._head_timer)
-        _cancel(self._read_timer)
+        self._stop_timer()
 
-    def _await_head(self) -> None:
-        _cancel(self._head_timer)
-        self._head_timer = self.loop.call_later(self.timeout, self._give_up, self.cycle)
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
 
-    def _give_up(self, before: object) -> None:
-        if self.cycle is before:  # no request has come since
-            self.transport.abort()
+    def _restart_timer(self) -> None:
+        self._stop_timer()
+        if not self._is_answering or self.cycle.more_body or self.flow.write_paused:
+            self._timer = self.loop.call_later(self.timeout, self.transport.abort)
 
-
-def _cancel(timer: asyncio.TimerHandle | None) -> None:
-    if timer is not None:
-        timer.cancel()
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
