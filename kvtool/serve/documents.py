@@ -37,7 +37,6 @@ from kvtool.serve.requests import Name, Names, Option, Part, StrictPart, Text, i
 from kvtool.serve.wire import Refusal, body_of
 
 _MAX_NAME = 255  # bytes, as in file systems
-_RETRY_AFTER = 5  # seconds
 _NOTES = ".kvtool-sent"  # hidden: no client can name it, and no ingest reads it
 
 
@@ -145,7 +144,7 @@ class Documents:
 
     def _check_free(self) -> None:
         if self._one.locked():
-            raise BusyError("documents are being written or removed", _RETRY_AFTER)
+            raise BusyError("documents are being written or removed")
 
     # ---- in another thread ----
 
@@ -235,7 +234,7 @@ class Uploads:
             make_folder(self._notes)
             lock.acquire(timeout=0)
         except filelock.Timeout as error:
-            raise BusyError("documents are being written or removed", _RETRY_AFTER) from error
+            raise BusyError("documents are being written or removed") from error
         except OSError as error:
             why = (error.strerror or str(error)).lower()
             raise KvtoolError(

@@ -25,12 +25,14 @@ if TYPE_CHECKING:
     from kvtool.core.query.verify import Check
 
 
-class BusyError(KvtoolError):
-    """Error of a server that takes no more questions. `retry_after`: seconds."""
+RETRY_AFTER = 5  # seconds
 
-    def __init__(self, message: str, retry_after: int) -> None:
-        super().__init__(message, f"ask again in {retry_after} s")
-        self.retry_after = retry_after
+
+class BusyError(KvtoolError):
+    """Error of a server that takes no more questions."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, f"ask again in {RETRY_AFTER} s")
 
 
 class TooSlowError(KvtoolError):
