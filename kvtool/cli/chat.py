@@ -7,9 +7,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,6 @@ from kvtool.core.common.sizes import counted
 from kvtool.core.errors import (
     EXIT_FAILED,
     EXIT_PARTIAL,
-    ContextFullError,
     GateError,
     KvtoolError,
     UsageError,
@@ -172,6 +172,7 @@ def _history(out: Out) -> Any:
         return InMemoryHistory()
 
 
+# Each is a method of `Chat`, except for /quit.
 COMMANDS = {
     "/mode": "set the fusion mode: /mode epic; without a name, show it",
     "/top-k": "set the number of passages per question: /top-k 3",
@@ -200,15 +201,6 @@ class Chat:
         self._out, self._session, self._talk, self._aloud = out, session, talk, aloud
         self._last: Reply | None = None
         self.answered = self.failed = 0
-        self._commands: dict[str, Callable[[str], None]] = {
-            "/mode": self._mode,
-            "/top-k": self._top_k,
-            "/sources": self._sources,
-            "/explain": self._explain,
-            "/reset": self._reset,
-            "/save": self._save,
-            "/help": self._help,
-        }
 
     def greet(self, place: Path | str) -> None:
         self._out.idle()
@@ -226,8 +218,8 @@ class Chat:
         try:
             if not line.startswith("/"):
                 self._ask(line)
-            elif name in self._commands:
-                self._commands[name](rest.strip())
+            elif name in COMMANDS:
+                getattr(self, "_" + name.removeprefix("/").replace("-", "_"))(rest.strip())
             else:
                 raise UsageError(f"there is no command {name}", did_you_mean(name, COMMANDS) or "/help lists them")
         except GateError:
@@ -249,7 +241,7 @@ class Chat:
     def _ask(self, question: str) -> None:
         with typed_ahead() if self._aloud else nullcontext(), _Interrupts(self._aloud) as interrupts:
             try:
-                reply = self._answered(question, interrupts)
+                reply = self._talk.restarting(partial(self._answer, question, interrupts), self._out.warning)
             except KeyboardInterrupt:
                 if not self._aloud:
                     raise
@@ -259,19 +251,6 @@ class Chat:
         self._tell(reply)
         if interrupts.is_asked:
             self._out.status("ended by Ctrl-C: the conversation keeps the part that was written")
-
-    def _answered(self, question: str, interrupts: _Interrupts) -> Reply:
-        try:
-            return self._answer(question, interrupts)
-        except ContextFullError as error:
-            if not self._talk.turns:
-                raise
-            self._out.warning(
-                f"{error.message}: it starts over",
-                "earlier turns were dropped from the prompt but still guide retrieval",
-            )
-            self._talk.start_over()
-            return self._answer(question, interrupts)
 
     def _answer(self, question: str, interrupts: _Interrupts) -> Reply:
         self._out.doing("answering")

@@ -81,7 +81,7 @@ def _serve(run: Run, options: ServeOptions, keys: Sequence[str] | None, file: Pa
     from kvtool.serve.server import serve as run_server
 
     warn = warning_to(run.out)
-    tls = _tls(options, warn)
+    tls = _tls(options)
     _check_store(run, options)
     with bind(options) as bound:
         engine = Engine(run.get(StoreOptions).place, run.get(ModelOptions), warn, options, owners_of(keys))
@@ -121,12 +121,12 @@ def _check_store(run: Run, options: ServeOptions) -> None:
         run.out.status(f"made an empty store at {place}")
 
 
-def _tls(options: ServeOptions, warn: Warn) -> SSLContext | None:
+def _tls(options: ServeOptions) -> SSLContext | None:
     if options.tls_cert is None or options.tls_key is None:
         return None
-    from kvtool.serve.certificate import Certificate
+    from kvtool.serve.certificate import load_certificate
 
-    return Certificate(options.tls_cert, options.tls_key, warn).context
+    return load_certificate(options.tls_cert, options.tls_key)
 
 
 def warning_to(out: Out) -> Warn:

@@ -6,6 +6,7 @@ A dialect is a file that reads its requests into `Chat` and writes an `Answer` a
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, closing, suppress
 from dataclasses import replace
@@ -22,7 +23,7 @@ from kvtool.serve.auth import OWNER
 from kvtool.serve.chat import Chat
 from kvtool.serve.engine import Engine
 from kvtool.serve.job import Answer, Ask, Event, LeftError, PromptTokens
-from kvtool.serve.metrics import stats_of
+from kvtool.serve.metrics import RequestStats, stats_of
 from kvtool.serve.options import ServeOptions
 from kvtool.serve.tools import Hold, with_calls
 from kvtool.serve.wire import Refusal, body_of, briefly
@@ -40,6 +41,7 @@ class Dialect(Protocol):
     """An API's way to write one answer: an object, or a stream, by default of server-sent events."""
 
     media_type: ClassVar[str] = "text/event-stream"
+    is_raw: ClassVar[bool] = False  # it begins at once, and keeps white space at the ends of the text
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         """Return the object of a complete answer."""
@@ -57,12 +59,16 @@ class Dialect(Protocol):
     def end(self, answer: Answer) -> Iterator[str]:
         """Yield the events after the last piece."""
 
-    def failed(self, refusal: Refusal) -> Iterator[str]:
+    def failed(self, error: KvtoolError) -> Iterator[str]:
         """Yield the events of an error within a stream."""
 
 
 Begin = Callable[[Chat, Ask, str], Dialect]
 """Makes the response to a request; its last argument is the model's name."""
+
+
+def json_line(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=False) + "\n"
 
 
 class Trim:
@@ -133,7 +139,7 @@ class Answers:
         ask = replace(ask, client=(address, chat.user), request=replace(question, owner=self.owner(request)))
         response = begin(chat, ask, self.engine.model_name or ANY_NAME)
         if chat.stream:
-            events = self._streamed(request, ask, response)
+            events = stream(self.engine, ask, response, stats_of(request))
             first = await while_there(request, anext(events))  # an error before it has a status of its own
             return EventStream(first, events, response.media_type)
         with closing(Listening(self.engine, ask)) as heard:
@@ -142,39 +148,40 @@ class Answers:
         stats_of(request).answer = answer
         return JSONResponse(response.whole(answer))
 
-    async def _streamed(self, request: Request, ask: Ask, response: Dialect) -> AsyncGenerator[str]:
-        """Yield the events of a streamed answer; the first one after its first token, or after some seconds."""
-        with closing(Listening(self.engine, ask)) as heard:
-            event = await heard.next(_BEFORE_HEADERS)
-            hold, trim = Hold(ask.tools), Trim(bool(ask.request.prefill))
-            left: KvtoolError | None = LeftError("the client has left")
-            try:
-                while event is None:
-                    yield response.waiting()
-                    event = await heard.next(ALIVE_EVERY)
-                for text in response.beginning(heard.job.tokens):
+
+async def stream(engine: Engine, ask: Ask, response: Dialect, stats: RequestStats) -> AsyncGenerator[str]:
+    """Yield the events of a streamed answer; the first one after its first token, or after some seconds."""
+    with closing(Listening(engine, ask)) as heard:
+        event = await heard.next(0 if response.is_raw else _BEFORE_HEADERS)
+        hold, trim = Hold(ask.tools), None if response.is_raw else Trim(bool(ask.request.prefill))
+        left: KvtoolError | None = LeftError("the client has left")
+        try:
+            while event is None:
+                yield response.waiting()
+                event = await heard.next(ALIVE_EVERY)
+            for text in response.beginning(heard.job.tokens):
+                yield text
+            while not isinstance(event, Answer):
+                for text in [response.waiting()] if event is None else _shown(response, trim, hold.piece(event)):
                     yield text
-                while not isinstance(event, Answer):
-                    for text in [response.waiting()] if event is None else _shown(response, trim, hold.piece(event)):
-                        yield text
-                    event = await heard.next(ALIVE_EVERY)
-                answer = with_calls(event, ask.tools, ask.parallel, bool(ask.options.grammar)) if ask.tools else event
-                stats_of(request).answer, left = answer, None
-                for text in _shown(response, trim, hold.rest()) if answer is event else ():  # else it was a call
-                    yield text
-                for text in response.end(answer):
-                    yield text
-            except KvtoolError as error:
-                left = error
-                for text in response.failed(Refusal.of(error)):
-                    yield text
-            finally:
-                if left is not None:
-                    stats_of(request).failed(left, Refusal.of(left).status)
+                event = await heard.next(ALIVE_EVERY)
+            answer = with_calls(event, ask.tools, ask.parallel, bool(ask.options.grammar)) if ask.tools else event
+            stats.answer, left = answer, None
+            for text in _shown(response, trim, hold.rest()) if answer is event else ():  # else it was a call
+                yield text
+            for text in response.end(answer):
+                yield text
+        except KvtoolError as error:
+            left = error
+            for text in response.failed(error):
+                yield text
+        finally:
+            if left is not None:
+                stats.failed(left, Refusal.of(left).status)
 
 
-def _shown(response: Dialect, trim: Trim, text: str) -> Iterator[str]:
-    if shown := trim.piece(text):
+def _shown(response: Dialect, trim: Trim | None, text: str) -> Iterator[str]:
+    if shown := text if trim is None else trim.piece(text):
         yield from response.piece(shown)
 
 
@@ -213,8 +220,6 @@ async def _after(first: str, events: AsyncGenerator[str]) -> AsyncGenerator[str]
 
 # ---- waiting for an answer ----
 
-_CHECK_EVERY = 10.0  # seconds between two checks whether an answer is still in progress
-
 
 class Listening:
     """A question that was asked, with the queue of its events from the engine's thread. Raises BusyError."""
@@ -228,28 +233,21 @@ class Listening:
         self._engine.scheduler.leave(self.job)
 
     def tell(self, event: Event) -> None:
-        try:
+        with suppress(RuntimeError):  # the loop is closed: the server has ended
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
-        except RuntimeError:
-            if not self._loop.is_closed():
-                raise
-            raise LeftError("nobody listens any more") from None
 
     async def next(self, timeout: float | None = None) -> str | Answer | None:
         """Return the next event; None if none came for so many seconds. Raises the error that ended the answer."""
-        is_over = self.job.ended  # its last event is in the queue by now
         try:
             event = await asyncio.wait_for(self._events.get(), timeout)
         except TimeoutError:
-            if is_over:
-                raise KvtoolError("the answer has no end", "this is a bug in kvtool") from None
             return None
         if isinstance(event, KvtoolError):
             raise event
         return event
 
     async def whole(self) -> Answer:
-        while not isinstance(event := await self.next(_CHECK_EVERY), Answer):
+        while not isinstance(event := await self.next(), Answer):
             pass
         return event
 

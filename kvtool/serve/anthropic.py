@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from kvtool.core.errors import KvtoolError
 from kvtool.serve import requests
 from kvtool.serve.answers import Answers, Dialect, about, cached_tokens
 from kvtool.serve.chat import Chat, Message, Question, call_message, result_message
@@ -159,8 +160,8 @@ class MessageResponse(Dialect):
         yield _event("message_delta", delta=_end(answer), usage=_usage_of(answer), kvtool=about(answer))
         yield _event("message_stop")
 
-    def failed(self, refusal: Refusal) -> Iterator[str]:
-        yield _event(**error_body(refusal, ANTHROPIC_PATH))
+    def failed(self, error: KvtoolError) -> Iterator[str]:
+        yield _event(**error_body(Refusal.of(error), ANTHROPIC_PATH))
 
     def _open(self) -> Iterator[str]:
         if not self._is_open:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -25,13 +23,13 @@ from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request as Question
-from kvtool.serve.answers import ALIVE_EVERY, Answers, EventStream, Listening, while_there
+from kvtool.serve.answers import Answers, Dialect, EventStream, json_line, stream
 from kvtool.serve.anthropic import Anthropic
-from kvtool.serve.auth import OWNER, BodyLimits, Guard, owner_of
+from kvtool.serve.auth import OWNER, BodyLimit, Guard, owner_of
 from kvtool.serve.documents import Documents
 from kvtool.serve.engine import Engine
-from kvtool.serve.job import Answer, Ask, BusyError, LeftError
-from kvtool.serve.metrics import AccessLog, RequestStats, stats_of
+from kvtool.serve.job import Answer, Ask, BusyError
+from kvtool.serve.metrics import AccessLog, stats_of
 from kvtool.serve.ollama import Ollama
 from kvtool.serve.openai import OpenAI
 from kvtool.serve.options import ServeOptions
@@ -116,7 +114,7 @@ def make_app(
         ],
         exception_handlers=_HANDLERS,
     )
-    return log.of(BodyLimits(app, options.client_timeout, options.max_body), {route.path for route in routes})
+    return log.of(BodyLimit(app, options.max_body), {route.path for route in routes})
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
@@ -170,6 +168,29 @@ class ShellQuestion(Part):
             raise Refusal(409, "other_options", error.message, error.hint) from error
 
 
+class ShellResponse(Dialect):
+    """Lines of an answer as it is generated. One that is refused as busy has no end: the shell answers by itself."""
+
+    media_type: ClassVar[str] = "application/x-ndjson"
+    is_raw: ClassVar[bool] = True
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        return {"answer": {name: getattr(answer, name) for name in ("text", "facts", "steps", "stepper", "warnings")}}
+
+    def piece(self, text: str) -> Iterator[str]:
+        yield json_line({"text": text})
+
+    def waiting(self) -> str:
+        return json_line({})
+
+    def end(self, answer: Answer) -> Iterator[str]:
+        yield json_line(self.whole(answer))
+
+    def failed(self, error: KvtoolError) -> Iterator[str]:
+        if not isinstance(error, BusyError):
+            yield json_line({"error": {"message": error.message, "hint": error.hint, "exit_code": error.exit_code}})
+
+
 def local_app(engine: Engine, log: AccessLog) -> ASGIApp:
     """Make the application for this user's `kvtool query`, with all of its options."""
 
@@ -179,9 +200,8 @@ def local_app(engine: Engine, log: AccessLog) -> ASGIApp:
             raise Refusal(409, "another_model", "another model is loaded here, or elsewhere")
         if not asked.names_the_same():
             raise Refusal(409, "another_folder", "names of files are read from another folder here")
-        lines = _lines(engine, asked.ask(), stats_of(request))
-        first = await while_there(request, anext(lines))
-        return EventStream(first, lines, "application/x-ndjson")
+        events = stream(engine, asked.ask(), ShellResponse(), stats_of(request))
+        return EventStream(await anext(events), events, ShellResponse.media_type)
 
     app = Starlette(routes=[Route(PATH, query, methods=["POST"])], exception_handlers=_HANDLERS)
     return log.of(app, [PATH], _CLIENT)
@@ -190,31 +210,3 @@ def local_app(engine: Engine, log: AccessLog) -> ASGIApp:
 def _is_same_model(loaded: ModelOptions, model: Mapping[str, Any]) -> bool:
     plain, own = ModelOptions(), replace(loaded, model=placed(loaded.model))
     return all(model.get(name) in (getattr(plain, name), getattr(own, name)) for name in ("model", "device", "dtype"))
-
-
-async def _lines(engine: Engine, ask: Ask, stats: RequestStats) -> AsyncGenerator[str]:
-    with closing(Listening(engine, ask)) as heard:
-        begun = False
-        ended: KvtoolError | None = LeftError("the shell has left")
-        try:
-            while not isinstance(event := await heard.next(ALIVE_EVERY), Answer):
-                begun = True
-                yield _line({} if event is None else {"text": event})
-            stats.answer, ended = event, None
-            shown = ("text", "facts", "steps", "stepper", "warnings")
-            yield _line({"answer": {name: getattr(event, name) for name in shown}})
-        except BusyError as error:
-            ended = error
-            if not begun:
-                raise
-            # the lines have no end: a client that has seen no text yet answers by itself
-        except KvtoolError as error:
-            ended = error
-            yield _line({"error": {"message": error.message, "hint": error.hint, "exit_code": error.exit_code}})
-        finally:
-            if ended is not None:
-                stats.failed(ended, Refusal.of(ended).status)
-
-
-def _line(value: Mapping[str, Any]) -> str:
-    return json.dumps(value, ensure_ascii=False) + "\n"

@@ -1,8 +1,7 @@
-"""Access control and the limits of bodies, before every endpoint."""
+"""Access control and the limit of bodies, before every endpoint."""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections.abc import Sequence
 from urllib.parse import urlsplit
@@ -80,33 +79,21 @@ def _host(headers: Headers) -> str | None:
         return None
 
 
-class BodyLimits:
-    """Middleware that refuses longer bodies, and disconnects a client whose body does not arrive in so many seconds."""
+class BodyLimit:
+    """Middleware that refuses bodies of more than `size` bytes."""
 
-    def __init__(self, app: ASGIApp, seconds: float, size: int) -> None:
-        self._app, self._seconds, self._size = app, seconds, size
+    def __init__(self, app: ASGIApp, size: int) -> None:
+        self._app, self._size = app, size
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reading, late, size = True, False, 0
+        size = 0
 
         async def receiving() -> Message:
-            nonlocal reading, late, size
-            if not reading:  # after the body only the client's leaving is awaited
-                return await receive()
-            try:
-                message = await asyncio.wait_for(receive(), self._seconds)
-            except TimeoutError:
-                late = True
-                return {"type": "http.disconnect"}
-            reading = message.get("more_body", False)
+            nonlocal size
+            message = await receive()
             size += len(message.get("body", b""))
             if size > self._size:
                 raise HTTPException(413)
             return message
 
-        async def sending(message: Message) -> None:
-            if late and message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
-            await send(message)
-
-        await self._app(scope, receiving, sending)
+        await self._app(scope, receiving, send)

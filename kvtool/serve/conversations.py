@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvtool.core.errors import ContextFullError
 from kvtool.core.model.options import SamplingOptions
 from kvtool.core.options.option import options_of
 from kvtool.core.query.options import QueryOptions
@@ -21,7 +20,6 @@ from kvtool.core.query.reply import Request
 from kvtool.serve.job import Ask, CachedConversation, Turns
 
 if TYPE_CHECKING:
-    from kvtool.core.query.answer import PreparedAnswer
     from kvtool.core.query.conversation import Conversation
     from kvtool.core.session.session import Session
 
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
 _NOT_HELD = "none is held with these turns and options"
 # Options that do not change the prompt.
 _FREE = ({*options_of(SamplingOptions)} - {"max_tokens"}) | {"explain", "token_ids"}
-_FORGOTTEN = "earlier turns were dropped from the prompt but still guide retrieval"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +83,11 @@ class ConversationCache:
             for question, answer in turns[len(conversation.said) :]:
                 request = replace(ask.request, question=question, prefill="")
                 give = partial(conversation.give, session, request, answer)
-                restored.append(_begin_turn(session, conversation, give))
+                restored.append(conversation.restarting(give, session.warn))
                 yield from clock.paused([None])
             ms = clock.ms
             begin = partial(conversation.begin, session, ask.request, options, ask.must_find)
-            prepared = _begin_turn(session, conversation, begin)
+            prepared = conversation.restarting(begin, session.warn)
         except BaseException:
             self.hold(conversation, ask.request)
             raise
@@ -132,22 +129,11 @@ class ConversationCache:
         return conversation
 
 
-def _begin_turn(session: Session, conversation: Conversation, turn: Callable[[], PreparedAnswer]) -> PreparedAnswer:
-    try:
-        return turn()
-    except ContextFullError as error:
-        if not conversation.turns:
-            raise
-        session.warn(f"{error.message}: it starts over", _FORGOTTEN)
-        conversation.start_over()
-        return turn()
-
-
 def _skip_forgotten(
     session: Session, conversation: Conversation, request: Request, turns: Turns, options: QueryOptions
 ) -> Iterator[None]:
     """Skip the turns that the context will not hold in the end, found by their lengths."""
-    from kvtool.core.query.conversation import searched
+    from kvtool.core.query.conversation import FORGOTTEN, searched
 
     said = [turn.question for turn in conversation.said]
     asked = [*said, *(question for question, _ in turns)]
@@ -156,7 +142,7 @@ def _skip_forgotten(
         trial.add(searched(session, replace(request, question=question), asked[: len(said) + number]), answer)
         yield
     if trial.full is not None:
-        session.warn(f"{trial.full.message}: it starts over", _FORGOTTEN)
+        session.warn(f"{trial.full.message}: it starts over", FORGOTTEN)
         conversation.skip(turns[: trial.skipped])
 
 

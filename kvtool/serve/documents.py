@@ -10,8 +10,8 @@ import json
 import os
 import stat
 from base64 import b64decode
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, Self
@@ -37,7 +37,6 @@ from kvtool.serve.requests import Name, Names, Option, Part, StrictPart, Text, i
 from kvtool.serve.wire import Refusal, body_of
 
 _MAX_NAME = 255  # bytes, as in file systems
-_RETRY_AFTER = 5  # seconds
 _NOTES = ".kvtool-sent"  # hidden: no client can name it, and no ingest reads it
 
 
@@ -145,31 +144,16 @@ class Documents:
 
     def _check_free(self) -> None:
         if self._one.locked():
-            raise BusyError("documents are being written or removed", _RETRY_AFTER)
+            raise BusyError("documents are being written or removed")
 
     # ---- in another thread ----
 
     def _ingest(self, named: list[Path], sent: list[tuple[Path, bytes]]) -> dict[str, Any]:
         files = tuple(path for path, _ in sent)
         paths = tuple(dict.fromkeys((*named, *files)))
-        with self._held():
-            options = replace(self._options, paths=paths, roots=(*self._roots, *files))
-            if self._uploads is None:
-                return self._engine.ingest(options).to_json()
-            self._uploads.keep(sent)
-            try:
-                report = self._engine.ingest(options).to_json()
-                self._take_back(sent)
-            except (NoSpaceError, UsageError):
-                self._take_back(sent)
-                raise
-            finally:
-                self._uploads.settle(sent)
-            return report
-
-    def _take_back(self, sent: list[tuple[Path, bytes]]) -> None:
-        assert self._uploads is not None
-        self._uploads.undo([(path, data) for path, data in sent if not self._engine.has_file(path, data)])
+        options = replace(self._options, paths=paths, roots=(*self._roots, *files))
+        with nullcontext() if self._uploads is None else self._uploads.storing(sent, self._engine.has_file):
+            return self._engine.ingest(options).to_json()
 
     def _forget(self, source: str, much: bool, exact: bool) -> tuple[str, ...]:
         def check(store: Store, going: Sequence[str]) -> None:
@@ -178,7 +162,7 @@ class Documents:
             if self._uploads is not None:
                 self._uploads.remove_files(store, going)
 
-        with self._held():
+        with nullcontext() if self._uploads is None else self._uploads.locked():
             try:
                 return self._engine.forget(source, much, check)
             except (UsageError, StoreNotFoundError) as error:
@@ -189,9 +173,6 @@ class Documents:
                     raise
                 self._uploads.remove(file)  # an ingest could not read it, or was interrupted
                 return (str(file),)
-
-    def _held(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._uploads is None else self._uploads.locked()
 
     # ---- names ----
 
@@ -253,7 +234,7 @@ class Uploads:
             make_folder(self._notes)
             lock.acquire(timeout=0)
         except filelock.Timeout as error:
-            raise BusyError("documents are being written or removed", _RETRY_AFTER) from error
+            raise BusyError("documents are being written or removed") from error
         except OSError as error:
             why = (error.strerror or str(error)).lower()
             raise KvtoolError(
@@ -263,6 +244,26 @@ class Uploads:
             yield
         finally:
             lock.release()
+
+    @contextlib.contextmanager
+    def storing(self, sent: Sequence[tuple[Path, bytes]], is_stored: Callable[[Path, bytes], bool]) -> Iterator[None]:
+        """Keep documents during their ingest; then restore the former versions of those that it did not store."""
+        with self.locked():
+            self._keep(sent)
+            try:
+                yield
+            except (NoSpaceError, UsageError):
+                self._undo_missing(sent, is_stored)
+                raise
+            else:
+                self._undo_missing(sent, is_stored)
+            finally:
+                for path, _ in sent:
+                    with contextlib.suppress(OSError):
+                        self._former(path).unlink(missing_ok=True)
+
+    def _undo_missing(self, sent: Sequence[tuple[Path, bytes]], is_stored: Callable[[Path, bytes], bool]) -> None:
+        self._undo([(path, data) for path, data in sent if not is_stored(path, data)])
 
     def holds(self, path: Path) -> bool:
         return path.is_relative_to(self.folder) and os.path.normpath(path) == str(path) and path != self.folder
@@ -282,26 +283,21 @@ class Uploads:
     def is_sent(self, path: Path) -> bool:
         return self.holds(path) and (digest := _digest(path)) != "" and digest in self._known(path)
 
-    def keep(self, sent: Sequence[tuple[Path, bytes]]) -> None:
-        """Store documents, all or none. Former versions are kept until `settle` or `undo`."""
+    def _keep(self, sent: Sequence[tuple[Path, bytes]]) -> None:
+        """Write documents, all or none."""
         for path, _ in sent:
             self.check(path)
         for index, (path, data) in enumerate(sent):
             try:
                 self._write(path, data)
             except (OSError, KvtoolError, Refusal) as error:
-                self.undo(sent[:index])
+                self._undo(sent[:index])
                 if not isinstance(error, OSError):
                     raise
                 why = (error.strerror or str(error)).lower()  # a file where a folder is named, or the other way round
                 raise Refusal(400, "wrong_name", f"{path.name!r} cannot be kept: {why}", param="documents") from error
 
-    def settle(self, sent: Sequence[tuple[Path, bytes]]) -> None:
-        for path, _ in sent:
-            with contextlib.suppress(OSError):
-                self._former(path).unlink(missing_ok=True)
-
-    def undo(self, sent: Sequence[tuple[Path, bytes]]) -> None:
+    def _undo(self, sent: Sequence[tuple[Path, bytes]]) -> None:
         """Restore the former versions of documents, unless a file has changed since."""
         for path, data in reversed(sent):
             former = self._former(path)

@@ -6,7 +6,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,54 +32,52 @@ if TYPE_CHECKING:
     from kvtool.core.session.session import Session
 
 
-class IngestShutdown:
-    """Shutdown of ingests: `after_file`, or `now`, after a batch. Stored files stay, and the next ingest goes on."""
+class IngestState:
+    """State of the running ingest.
+
+    Attributes
+    ----------
+    progress : None while nothing is ingested.
+    after_file, now : whether it shall stop, after a file or after a batch. Stored files stay, and the next ingest goes
+        on.
+    """
 
     def __init__(self) -> None:
+        self.progress: dict[str, Any] | None = None
         self.after_file = self.now = False
 
-    def events(self) -> Events:
+    @contextmanager
+    def noted(self) -> Iterator[Events]:
         kept = 0
 
-        def advance(count: float = 0, is_file: bool = False) -> None:
+        def check(is_file: bool) -> None:
             if self.now or (self.after_file and is_file):
                 went = f"{kept} {'file was' if kept == 1 else 'files were'} kept"
                 raise EndedError(f"the server ends: the ingest has stopped, {went}", "send it again to continue")
 
+        def step(label: str, total: int, unit: str) -> None:
+            self.progress = {"step": label, "done": 0, "total": total, "unit": unit}
+
+        def expect(total: float) -> None:
+            self.progress = {**(self.progress or {}), "total": total}
+
+        def advance(count: float) -> None:
+            check(False)
+            progress = self.progress or {}
+            self.progress = {**progress, "done": progress.get("done", 0) + count}
+
         def left(path: str, why: str) -> None:
-            advance(is_file=True)
+            check(True)
 
         def took(path: str, what: str, chunks: int) -> None:
             nonlocal kept
             kept += what != "removed"
-            advance(is_file=True)
-
-        return Events(advance=advance, failed=left, skipped=left, took=took)
-
-
-class IngestProgress:
-    """Progress of the running ingest. `now`: None while nothing is ingested."""
-
-    def __init__(self) -> None:
-        self.now: dict[str, Any] | None = None
-
-    @contextmanager
-    def noted(self, events: Events) -> Iterator[Events]:
-        def step(label: str, total: int, unit: str) -> None:
-            self.now = {"step": label, "done": 0, "total": total, "unit": unit}
-
-        def expect(total: float) -> None:
-            self.now = {**(self.now or {}), "total": total}
-
-        def advance(count: float) -> None:
-            events.advance(count)
-            now = self.now or {}
-            self.now = {**now, "done": now.get("done", 0) + count}
+            check(True)
 
         try:
-            yield replace(events, step=step, expect=expect, advance=advance)
+            yield Events(step=step, expect=expect, advance=advance, failed=left, skipped=left, took=took)
         finally:
-            self.now = None
+            self.progress = None
 
 
 class Engine:
@@ -103,7 +101,7 @@ class Engine:
         self._loaded = LoadedModel(place, model, options.memory_cache, self._warned, learn)
         self.conversations = ConversationCache(options.keep_conversations)
         self.scheduler = Scheduler(self._loaded, warn, options, self.conversations)
-        self._shutdown, self.progress = IngestShutdown(), IngestProgress()
+        self.ingesting = IngestState()
         self._writing = threading.Lock()
         self._embedding = threading.RLock()  # held while texts are embedded
         self._embedder: Embeds | None = None
@@ -125,11 +123,11 @@ class Engine:
         self.scheduler.start()
 
     def refuse(self) -> None:
-        self._shutdown.after_file = True
+        self.ingesting.after_file = True
         self.scheduler.refuse()
 
     def halt(self) -> None:
-        self._shutdown.now = True
+        self.ingesting.now = True
 
     def close(self) -> None:
         self.halt()
@@ -155,7 +153,7 @@ class Engine:
     def ingest(self, options: IngestOptions) -> IngestReport:
         from kvtool.core.ingest.job import KeptModel, ingest
 
-        with self._writing, self.progress.noted(self._shutdown.events()) as events:
+        with self._writing, self.ingesting.noted() as events:
             kept = KeptModel(self._loaded.decoder)
             report = ingest(self.folder, options, events, kept)
             if self._loaded.decoder is None:

@@ -24,12 +24,14 @@ if TYPE_CHECKING:
     from kvtool.core.query.conversation import Conversation
 
 
-class BusyError(KvtoolError):
-    """Error of a server that takes no more questions. `retry_after`: seconds."""
+RETRY_AFTER = 5  # seconds
 
-    def __init__(self, message: str, retry_after: int) -> None:
-        super().__init__(message, f"ask again in {retry_after} s")
-        self.retry_after = retry_after
+
+class BusyError(KvtoolError):
+    """Error of a server that takes no more questions."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, f"ask again in {RETRY_AFTER} s")
 
 
 class TooSlowError(KvtoolError):
@@ -201,11 +203,10 @@ class Job:
 
     Attributes
     ----------
-    tell : called with each event, in the engine's thread; must not wait. Raises LeftError if the client has left.
+    tell : called with each event, in the engine's thread; must neither wait nor raise.
     arrived, since : times by `time.monotonic()`: of its arrival, and since when it waits.
     steps : its life (`steps.py`), once it has begun.
     sequence : its answer while that is decoded; `answer` is the complete one.
-    failed : error of `tell`.
     ended : no more events follow.
     """
 
@@ -222,7 +223,6 @@ class Job:
     answer: Answer | None = None
     tokens: PromptTokens = PromptTokens(0, 0)
     left: bool = False
-    failed: KvtoolError | None = None
     ended: bool = False
 
     def __post_init__(self) -> None:
@@ -230,8 +230,6 @@ class Job:
 
     @property
     def lost(self) -> KvtoolError | None:
-        if self.failed is not None:
-            return self.failed
         if self.left:
             return LeftError("the client has left")
         if time.monotonic() - self.arrived > self.timeout:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtool.core.errors import NoSpaceError, StoreLockedError
+from kvtool.core.errors import NoSpaceError
 from kvtool.core.retrieval.spotting import FEWEST, Span, Spotter, Tokens
 
 if TYPE_CHECKING:
@@ -80,7 +80,6 @@ class _Passage:
     owner: str
     chunk: ChunkSpec
     text: str
-    again: bool = False  # another server was writing
 
 
 class Learner:
@@ -97,9 +96,8 @@ class Learner:
             self._requests.append(request)
 
     def step(self, opened: Callable[[], Session]) -> None:
-        """Do one step between answers. Where another server is writing, a passage is tried once more."""
+        """Do one step between answers."""
         waiting: deque[Any] = self._passages or self._requests
-        again = None
         try:
             session = opened()
             if session.learned is None:
@@ -109,11 +107,6 @@ class Learner:
                     self._look_at(session, session.learned, waiting[0])
                 else:
                     self._put(session, session.learned, waiting[0])
-        except StoreLockedError:
-            if waiting is self._requests or waiting[0].again:
-                self._give_up(waiting[0])
-                raise
-            again = replace(waiting[0], again=True)
         except Exception as error:
             if isinstance(error, NoSpaceError) and waiting is self._passages:
                 for passage in [one for one in waiting if len(one.chunk.ids) > len(waiting[0].chunk.ids)]:
@@ -123,8 +116,6 @@ class Learner:
             raise
         finally:
             waiting.popleft()  # only now: `len` counts it as long as it is under way
-            if again is not None:
-                waiting.append(again)
 
     def _put(self, session: Session, learned: LearnedStore, passage: _Passage) -> None:
         """Compute and store a passage, unless another server has, or the store's lead-in or model is another now."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +13,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 import kvtool
+from kvtool.core.errors import KvtoolError
 from kvtool.serve import requests
-from kvtool.serve.answers import ANY_NAME, Answers, Dialect, about, unknown_model
+from kvtool.serve.answers import ANY_NAME, Answers, Dialect, about, json_line, unknown_model
 from kvtool.serve.chat import Chat, Message
 from kvtool.serve.job import Answer, Call
 from kvtool.serve.openai import ChatMessage, LogProbs, OpenAI, Texts
@@ -134,28 +134,24 @@ class OllamaResponse(Dialect):
         return self.said(answer.text, answer.calls) | _end(answer)
 
     def piece(self, text: str) -> Iterator[str]:
-        yield _line(self.said(text) | {"done": False})
+        yield json_line(self.said(text) | {"done": False})
 
     def waiting(self) -> str:
-        return _line(self.said("") | {"done": False})
+        return json_line(self.said("") | {"done": False})
 
     def end(self, answer: Answer) -> Iterator[str]:
         if answer.calls:
-            yield _line(self.said("", answer.calls) | {"done": False})
-        yield _line(self.said("") | _end(answer))
+            yield json_line(self.said("", answer.calls) | {"done": False})
+        yield json_line(self.said("") | _end(answer))
 
-    def failed(self, refusal: Refusal) -> Iterator[str]:
-        yield _line(error_body(refusal, "/api/"))
+    def failed(self, error: KvtoolError) -> Iterator[str]:
+        yield json_line(error_body(Refusal.of(error), "/api/"))
 
     def said(self, text: str, calls: Sequence[Call] = ()) -> dict[str, Any]:
         said: Any = {"role": "assistant", "content": text} if self.kind == "message" else text
         if calls:  # of a message only: `/api/generate` has no tools
             said["tool_calls"] = [{"function": {"name": one.name, "arguments": one.arguments}} for one in calls]
         return {"model": self.model, "created_at": _now(), self.kind: said}
-
-
-def _line(value: dict[str, Any]) -> str:
-    return json.dumps(value, ensure_ascii=False) + "\n"
 
 
 def _now() -> str:

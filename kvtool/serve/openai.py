@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from kvtool.core.errors import KvtoolError
 from kvtool.serve import requests
 from kvtool.serve.answers import Answers, Dialect, about, cached_tokens, unknown_model
 from kvtool.serve.chat import Chat, Message, OpenAIQuestion, call_message, result_message
@@ -140,8 +141,8 @@ class OpenAIResponse(Dialect):
             yield _event({**last, "choices": [], "usage": _usage(answer)})
         yield _DONE
 
-    def failed(self, refusal: Refusal) -> Iterator[str]:
-        yield _event({"error": refusal.to_json()})
+    def failed(self, error: KvtoolError) -> Iterator[str]:
+        yield _event({"error": Refusal.of(error).to_json()})
         yield _DONE
 
     def _chunk(self, said: dict[str, Any] | str, answer: Answer | None = None) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def page_routes(engine: Engine, options: ServeOptions, ingesting: IngestOptions)
     def read_state() -> dict[str, Any]:
         return {
             **engine.status(),
-            "ingest": engine.progress.now,
+            "ingest": engine.ingesting.progress,
             "prefill": engine.prefill_speed(ingesting),
             "many": engine.has_documents(_MANY),
             "uploads": options.uploads is not None,

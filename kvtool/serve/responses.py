@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from kvtool.core.errors import KvtoolError
 from kvtool.core.query.options import QueryOptions
 from kvtool.serve import requests
 from kvtool.serve.answers import Answers, Dialect, about, cached_tokens
@@ -197,10 +198,9 @@ class ResponsesResponse(Dialect):
             yield self._event("response.output_item.done", output_index=index, item=item)
         yield self._event(f"response.{whole['status']}", response=whole)
 
-    def failed(self, refusal: Refusal) -> Iterator[str]:
-        said = refusal.to_json()
-        error = {"code": "server_error", "message": said["message"]}
-        yield self._event("response.failed", response=self._object("failed", []) | {"error": error})
+    def failed(self, error: KvtoolError) -> Iterator[str]:
+        reason = {"code": "server_error", "message": Refusal.of(error).to_json()["message"]}
+        yield self._event("response.failed", response=self._object("failed", []) | {"error": reason})
 
     def _open(self) -> Iterator[str]:
         if not self._is_open:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from kvtool.core.cache.environment import Closed
 from kvtool.core.common.types import Warn
 from kvtool.serve.conversations import ConversationCache
-from kvtool.serve.job import Answer, Ask, BusyError, Event, FairQueue, Job, LeftError, Step, Tell, as_error
+from kvtool.serve.job import Ask, BusyError, Event, FairQueue, Job, Step, Tell, as_error
 from kvtool.serve.learning import Learner
 from kvtool.serve.loaded_model import LoadedModel
 from kvtool.serve.options import ServeOptions
@@ -22,7 +22,6 @@ from kvtool.serve.steps import steps_of
 if TYPE_CHECKING:
     from kvtool.core.model.generate import ContinuousBatch
 
-_RETRY_AFTER = (1, 60)  # seconds, at least and at most
 # Seconds of a prompt between two tokens of other answers; at least as long as the last decoding step took.
 _SLICE = 0.05
 _ENDED = "the server has ended"
@@ -52,7 +51,6 @@ class Scheduler:
         self._drafts: deque[Job] = deque()  # of those, answers that full prefill is to check
         self._finished: deque[Generator[Step]] = deque()  # of jobs that are done
         self._learner = Learner() if options.learn else None
-        self._seconds = 1.0  # moving average of an answer's duration
         self._accepting, self._stopped = True, False
         self._thread = threading.Thread(target=self._run, name="kvtool-engine", daemon=True)
 
@@ -78,16 +76,14 @@ class Scheduler:
         job = Job(ask, tell, self._timeout)
         with self._changed:
             if not self._accepting:
-                raise BusyError("the server is about to end", _RETRY_AFTER[0])
+                raise BusyError("the server is about to end")
             last = self._waiting.add(job)
-            least, most = _RETRY_AFTER
-            retry_after = int(min(most, max(least, self._seconds * len(self._waiting) / self._parallel)))
-            busy = BusyError(f"{len(self._waiting)} questions wait already", retry_after)
+            busy = BusyError(f"{len(self._waiting)} questions wait already")
             self._changed.notify_all()
         if last is job:
             raise busy
         if last is not None:
-            self._tell(last, busy)
+            last.tell(busy)
             last.ended = True
         return job
 
@@ -127,7 +123,7 @@ class Scheduler:
             with self._model.turn():
                 self._turn()
         for job in self._jobs():
-            self._end(job, BusyError(_ENDED, _RETRY_AFTER[0]))
+            self._end(job, BusyError(_ENDED))
 
     def _is_work(self) -> bool:
         with self._changed:
@@ -169,8 +165,7 @@ class Scheduler:
         """Begin a job, or continue one that was suspended."""
         job.queue_ms += (time.monotonic() - job.since) * 1e3
         if job.steps is None:
-            tell = partial(self._tell, job)
-            job.steps = steps_of(job, self._model, self._conversations, tell, self._run_others)
+            job.steps = steps_of(job, self._model, self._conversations, self._run_others)
         self._advance(job)
 
     def _advance(self, job: Job) -> None:
@@ -220,7 +215,7 @@ class Scheduler:
     def _run_others(self, job: Job | None) -> None:
         """Decode tokens of other answers between two layers, if it is time. Raises KvtoolError to abandon the job."""
         if job is not None and self._stopped:
-            raise BusyError(_ENDED, _RETRY_AFTER[0])
+            raise BusyError(_ENDED)
         if job is not None and (lost := job.lost) is not None:
             raise lost
         if not self._batch.sequences or not self._is_time():
@@ -274,21 +269,5 @@ class Scheduler:
         if job.steps is not None:
             job.steps.close()  # which caches its conversation
         job.steps = job.sequence = None
-        if isinstance(event, Answer):
-            took = time.monotonic() - job.arrived - job.queue_ms / 1e3
-            self._seconds += (took - self._seconds) / 8
-        failed = job.failed
-        self._tell(job, failed or event)
-        if job.failed is not None and job.failed is not failed:
-            self._tell(job, job.failed)  # in its place
+        job.tell(event)
         job.ended = True
-
-    def _tell(self, job: Job, event: Event) -> None:
-        """Send an event. A job ends if its client has left, and fails if sending fails otherwise."""
-        try:
-            job.tell(event)
-        except LeftError:
-            job.left = True
-        except Exception as error:
-            job.failed = as_error(error)
-            self._warn(f"an event could not be sent: {job.failed.message}", job.failed.hint)

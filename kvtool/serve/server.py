@@ -4,40 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import faulthandler
 import logging
 import math
 import os
 import signal
 import socket
 import ssl
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvtool.core.common.types import Warn
-from kvtool.core.errors import EXIT_TERMINATED, KvtoolError
+from kvtool.core.errors import KvtoolError
 from kvtool.serve.engine import Engine
 from kvtool.serve.options import ServeOptions
 from kvtool.serve.unix_socket import leave
 
 _BACKLOG = 128
 _HEADER_BYTES = 64 * 1024
-_LAST_RESORT = 10.0  # seconds after the deadline of a shutdown
 _GRACE = 30.0  # seconds for the shutdown after its answers: a batch of an ingest, a layer of a prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """An application with its bound socket, perhaps at a `path`. `timeout`: seconds for a head, and for reading."""
+    """An application with its bound socket, perhaps at a `path`. `timeout`: seconds that a client may be idle."""
 
     app: ASGIApp
     socket: socket.socket
@@ -73,7 +68,13 @@ def serve(engine: Engine, listeners: Sequence[Listener], drain: float, ready: Ca
     """Answer until a signal. `drain`: seconds to finish answers."""
     servers = {server_of(listener, drain): listener.socket for listener in listeners}
     with _warning(warn):
-        asyncio.run(_until_signalled(engine, servers, ready, Watchdog(drain + _GRACE, warn)))
+        asyncio.run(_until_signalled(engine, servers, ready, drain + _GRACE))
+
+
+def limit_shutdown(seconds: float) -> None:
+    """End the process by SIGALRM after so many seconds. The kernel does it, even if no thread can run."""
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 class _Server(uvicorn.Server):
@@ -85,7 +86,7 @@ class _Server(uvicorn.Server):
 
 
 async def _until_signalled(
-    engine: Engine, servers: Mapping[uvicorn.Server, socket.socket], ready: Callable[[], None], watchdog: Watchdog
+    engine: Engine, servers: Mapping[uvicorn.Server, socket.socket], ready: Callable[[], None], limit: float
 ) -> None:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
 
@@ -96,7 +97,7 @@ async def _until_signalled(
         stop.set()
 
     def signalled(number: int, frame: object) -> None:
-        watchdog.start()  # here, not in the loop, which may hang
+        limit_shutdown(limit)
         loop.call_soon_threadsafe(end)
 
     before = {number: signal.signal(number, signalled) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -114,31 +115,6 @@ async def _until_signalled(
         engine.halt()  # asyncio would wait for a running ingest
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-class Watchdog:
-    """Deadline of a shutdown in seconds, after which the process ends with a warning.
-
-    The limits of requests (`wire`) keep the interpreter free. In case they fail, the last resort is a thread of
-    `faulthandler`, which needs no interpreter.
-    """
-
-    def __init__(self, seconds: float, warn: Warn) -> None:
-        self._seconds, self._warn = seconds, warn
-        self._started = False
-
-    def start(self) -> None:
-        if self._started:
-            return
-        self._started = True
-        faulthandler.dump_traceback_later(self._seconds + _LAST_RESORT, exit=True, file=2)
-        threading.Thread(target=self._run, name="kvtool-watchdog", daemon=True).start()
-
-    def _run(self) -> None:
-        time.sleep(self._seconds)
-        what = f"the server has not shut down within {self._seconds:g} s"
-        self._warn(f"{what}: it is ended", "what was answered or ingested so far is kept")
-        os._exit(EXIT_TERMINATED)
 
 
 def server_of(listener: Listener, drain: float) -> uvicorn.Server:
@@ -180,49 +156,49 @@ def _warning(warn: Warn) -> Iterator[None]:
 
 
 class TimeoutProtocol(H11Protocol):
-    """HTTP/1.1 connection that is closed if the head of a request, or reading by the client, takes too long.
+    """HTTP/1.1 connection that is closed if the client takes too long: to send a head, to continue a body, or to read.
 
-    `auth.BodyLimits` limits bodies, with a response. A connection whose last response is not read ends, too.
+    A connection whose last response is not read ends, too.
     """
 
     timeout: float  # seconds, set by `server_of`
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._head_timer: asyncio.TimerHandle | None = None
-        self._read_timer: asyncio.TimerHandle | None = None
+    _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._await_head()
+        self._restart_timer()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._is_answering:  # else it is a part of a head, which is timed as a whole
+            self._restart_timer()
 
     def on_response_complete(self) -> None:
-        self._await_head()  # before a request that has arrived already
         super().on_response_complete()
+        self._restart_timer()
 
     def pause_writing(self) -> None:
         """See `asyncio.Protocol`: the client reads too slowly."""
         super().pause_writing()
-        self._read_timer = self.loop.call_later(self.timeout, self.transport.abort)
+        self._restart_timer()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        _cancel(self._read_timer)
+        self._restart_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        _cancel(self._head_timer)
-        _cancel(self._read_timer)
+        self._stop_timer()
 
-    def _await_head(self) -> None:
-        _cancel(self._head_timer)
-        self._head_timer = self.loop.call_later(self.timeout, self._give_up, self.cycle)
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
 
-    def _give_up(self, before: object) -> None:
-        if self.cycle is before:  # no request has come since
-            self.transport.abort()
+    def _restart_timer(self) -> None:
+        self._stop_timer()
+        if not self._is_answering or self.cycle.more_body or self.flow.write_paused:
+            self._timer = self.loop.call_later(self.timeout, self.transport.abort)
 
-
-def _cancel(timer: asyncio.TimerHandle | None) -> None:
-    if timer is not None:
-        timer.cancel()
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()

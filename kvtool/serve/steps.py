@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvtool.core.errors import ModelError, StoreFormatError
 from kvtool.serve.conversations import ConversationCache
-from kvtool.serve.job import Answer, CachedConversation, Job, PromptTokens, Step, Tell
+from kvtool.serve.job import Answer, CachedConversation, Job, PromptTokens, Step
 from kvtool.serve.loaded_model import LoadedModel, describe_tools
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ def steps_of(
     job: Job,
     model: LoadedModel,
     conversations: ConversationCache,
-    tell: Tell,
     pause: Callable[[Job | None], None],
 ) -> Generator[Step]:
     """Answer a question. It may be closed after each step; its conversation is cached all the same.
@@ -41,7 +40,7 @@ def steps_of(
     job.tokens = PromptTokens(fused.tokens.prompt, fused.tokens.reused + cached_rows)
     sampling, checked = replace(prepared.sampling, stop=job.ask.stop), None
     try:
-        sequence = job.sequence = AnswerSequence(decoder, fused.cache, prepared.known, sampling, tell)
+        sequence = job.sequence = AnswerSequence(decoder, fused.cache, prepared.known, sampling, job.tell)
         yield Step.DECODE
         generated = sequence.end()
         if prepared.is_draft:

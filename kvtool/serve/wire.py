@@ -27,7 +27,7 @@ from kvtool.core.errors import (
     UsageError,
     replace_flags,
 )
-from kvtool.serve.job import BusyError, EndedError, LeftError, TooSlowError
+from kvtool.serve.job import RETRY_AFTER, BusyError, EndedError, LeftError, TooSlowError
 
 # Limits of a request, checked before any work is done; listed in `kvtool help server`.
 LONGEST_TEXT = 10**6  # characters of a question, an instruction, an answer
@@ -116,9 +116,8 @@ def refused(refusal: Refusal, scope: Scope) -> JSONResponse:
 
 def failed(error: KvtoolError, scope: Scope) -> JSONResponse:
     response = refused(Refusal.of(error), scope)
-    retry = {BusyError: getattr(error, "retry_after", 1), StoreLockedError: 5, EndedError: 5}.get(type(error))
-    if retry is not None:
-        response.headers["Retry-After"] = str(retry)
+    if isinstance(error, (BusyError, StoreLockedError, EndedError)):
+        response.headers["Retry-After"] = str(RETRY_AFTER)
     return response
 
 

@@ -193,8 +193,8 @@ def test_errors_have_the_codes_of_the_protocol(store: Path, tmp_path: Path) -> N
         assert prompts.value.error.code == -32601
         assert await refused(client, "search") == "question is missing"
         assert "no chunk matches" in await refused(client, "search", question="zzyzx")
-        assert "is not between 1 and 50" in await refused(client, "search", question=QUESTION, top_k=0)
-        assert "not between" in await refused(client, "read", chunk="ffffffff", before=-1)
+        assert "top_k cannot be 0" in await refused(client, "search", question=QUESTION, top_k=0)
+        assert "before cannot be -1" in await refused(client, "read", chunk="ffffffff", before=-1)
         assert "question is empty" in await refused(client, "answer", question="  ")
         assert await refused(client, "search", question="x", limit=3) == "unknown argument: 'limit'"
         both = await refused(client, "answer", question="x", chunks=["a"], documents=["b"])

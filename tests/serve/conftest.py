@@ -23,7 +23,7 @@ from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import QueryOptions
 from kvtool.serve.app import local_app, make_app
 from kvtool.serve.auth import owners_of
-from kvtool.serve.certificate import Certificate
+from kvtool.serve.certificate import load_certificate
 from kvtool.serve.engine import Engine
 from kvtool.serve.metrics import AccessLog
 from kvtool.serve.options import ServeOptions
@@ -82,7 +82,7 @@ def serving(
 
     tls = None
     if wanted.tls_cert is not None and wanted.tls_key is not None:
-        tls = Certificate(wanted.tls_cert, wanted.tls_key, warn).context
+        tls = load_certificate(wanted.tls_cert, wanted.tls_key)
     keys = None if key is None else key.splitlines()
     engine = Engine(store, ModelOptions(model=model), warn, wanted, owners_of(keys))
     bound = socket.create_server(("127.0.0.1", 0))

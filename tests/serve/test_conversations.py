@@ -22,7 +22,7 @@ from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.conversation import Conversation
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
-from kvtool.serve.conversations import _NOT_HELD, _begin_turn
+from kvtool.serve.conversations import _NOT_HELD
 from kvtool.serve.engine import Engine
 from kvtool.serve.job import Answer, Ask, Event, TooSlowError, Turns
 from kvtool.serve.options import ServeOptions
@@ -267,7 +267,7 @@ def test_turns_that_will_not_stand_are_not_computed(
         session = cache._open_session()
         talk = Conversation.over(session, SHORT, by_text=True)
         for question, said in long:
-            _begin_turn(session, talk, partial(talk.give, session, Request(question), said))
+            talk.restarting(partial(talk.give, session, Request(question), said), session.warn)
         with suppress(ContextFullError):
             talk.begin(session, QUESTIONS[0])
             pytest.fail("the last question starts over, too")

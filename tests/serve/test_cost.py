@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ from unittest.mock import Mock, patch
 import pytest
 
 from kvtool.core.common import spelling
-from kvtool.core.errors import EXIT_TERMINATED, KvtoolError
+from kvtool.core.errors import KvtoolError
 from kvtool.core.query.conversation import BACK, search_text
 from kvtool.core.retrieval.finder import _MOST_SPLITS, Places, _matcher
 from kvtool.serve import wire
@@ -177,21 +178,9 @@ def test_health_does_not_wait_for_embeddings(served: Served, monkeypatch: pytest
             go.set()
 
 
-def test_an_end_that_does_not_come_is_made() -> None:
+def test_a_shutdown_that_takes_too_long_is_ended() -> None:
+    """A search for a pattern, for example, handles no signal and lets no thread run."""
     done = ended(
-        "import threading\nfrom kvtool.serve.server import Watchdog\n"
-        "Watchdog(0.1, lambda text, hint: print(text, flush=True)).start()\nthreading.Event().wait()"
+        "import re\nfrom kvtool.serve.server import limit_shutdown\nlimit_shutdown(0.1)\nre.match('(a|a)*b', 'a' * 60)"
     )
-    assert done.returncode == EXIT_TERMINATED
-    assert "has not shut down" in done.stdout
-
-
-def test_an_end_is_made_of_an_interpreter_that_is_held() -> None:
-    """A search for a pattern, for example, takes no signal and lets no thread run."""
-    done = ended(
-        "import re\nfrom kvtool.serve import server\nserver._LAST_RESORT = 0.1\n"
-        "watchdog = server.Watchdog(0.1, lambda text, hint: None)\nwatchdog._run = lambda: None\n"
-        "watchdog.start()\nre.match('(a|a)*b', 'a' * 60)"
-    )
-    assert done.returncode == 1
-    assert "Timeout" in done.stderr
+    assert done.returncode == -signal.SIGALRM

@@ -1,4 +1,4 @@
-"""Events that cannot be delivered, and an end of the server in the middle of an ingest."""
+"""An end of the server in the middle of an ingest."""
 
 from __future__ import annotations
 
@@ -15,62 +15,12 @@ import pytest
 
 from kvtool.core.ingest import storer
 from kvtool.core.ingest.storer import ChunkStorer
-from kvtool.serve.answers import Listening
-from kvtool.serve.job import Answer
 from tests.cli.working import QUESTION, kvtool
 from tests.serve.conftest import KEY, PATIENCE, serving, wait_until
 from tests.serve.test_process import running
 
 CHAT, DOCUMENTS = "/v1/chat/completions", "/v1/documents"
 BODY = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 6}
-
-
-# ---- events that cannot be delivered ----
-
-
-def breaking(monkeypatch: pytest.MonkeyPatch, *kinds: type) -> None:
-    tell = Listening.tell
-
-    def broken(self: Listening, event: Any) -> None:
-        if isinstance(event, kinds):
-            raise TypeError("of the tests")
-        tell(self, event)
-
-    monkeypatch.setattr(Listening, "tell", broken)
-
-
-@pytest.mark.parametrize("kind", [str, Answer])
-def test_a_mistake_in_telling_ends_the_request_and_is_told(
-    ready: Path, monkeypatch: pytest.MonkeyPatch, kind: type
-) -> None:
-    with serving(ready) as served, served.client as client:
-        breaking(monkeypatch, kind)
-        answer = client.post(CHAT, json=BODY)
-        assert answer.status_code == 500, answer.text
-        assert "unexpected TypeError: of the tests" in answer.json()["error"]["message"]
-        text = client.post(CHAT, json={**BODY, "stream": True}).text
-        if kind is Answer:  # it had begun
-            assert text.endswith("data: [DONE]\n\n")
-        assert "unexpected TypeError" in text
-        monkeypatch.undo()
-        assert client.post(CHAT, json=BODY).status_code == 200
-        rows = served.logged(3)
-    assert [row.get("error", "")[:20] for row in rows] == ["unexpected TypeError", "unexpected TypeError", ""]
-    assert served.warnings
-    assert all("unexpected TypeError" in warning for warning in served.warnings)
-
-
-def test_an_answer_of_which_nothing_can_be_told_ends_all_the_same(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtool.serve.answers._CHECK_EVERY", 0.05)
-    with serving(ready) as served, served.client as client:
-        breaking(monkeypatch, object)
-        answer = client.post(CHAT, json=BODY)
-        assert answer.status_code == 500
-        assert "has no end" in answer.json()["error"]["message"]
-        assert served.engine.scheduler.running == 0
-
-
-# ---- an end in an ingest ----
 
 
 def texts(count: int) -> dict[str, Any]:

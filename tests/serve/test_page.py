@@ -12,8 +12,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from kvtool.core.common.types import Events
-from kvtool.serve.engine import IngestProgress
+from kvtool.serve.engine import IngestState
 from kvtool.serve.page import STATIC
 from tests.cli.working import QUESTION, kvtool
 from tests.serve.conftest import PATIENCE, Served, serving
@@ -120,15 +119,15 @@ def test_a_file_is_sent_as_it_is_and_its_ingest_is_watched(
 ) -> None:
     folder, text = tmp_path / "sent", "수로는 베르겐에 있다. 제분소는 오슬로에 있다. " * 20
     with serving(store, uploads=folder) as served, served.client as client:
-        progress, steps = served.engine.progress, list[Any]()
-        noted = progress.noted
-        monkeypatch.setattr(progress, "noted", lambda events: steps.append(events) or noted(events))
+        state, steps = served.engine.ingesting, list[Any]()
+        noted = state.noted
+        monkeypatch.setattr(state, "noted", lambda: steps.append(0) or noted())
         sent = {"name": "수로.txt", "data": base64.b64encode(text.encode("euc-kr")).decode()}
         report = client.post("/v1/documents", json={"documents": [sent]}).json()
         assert report["documents"]["added"] == 1
         assert report["tokens"] > 0
         assert len(steps) == 1  # what the progress is made of is tested below
-        assert progress.now is None
+        assert state.progress is None
         assert str(folder / "수로.txt") in [row["source"] for row in client.get("/v1/documents").json()["data"]]
         question = {"messages": [{"role": "user", "content": "수로는 어디에 있습니까?"}]}
         (chunk, *_) = client.post("/v1/chat/completions", json=question).json()["kvtool"]["chunks"]
@@ -141,16 +140,16 @@ def test_a_file_is_sent_as_it_is_and_its_ingest_is_watched(
 
 
 def test_progress_is_that_of_the_running_ingest() -> None:
-    progress, told = IngestProgress(), list[float]()
-    with progress.noted(Events(advance=told.append)) as events:
+    state = IngestState()
+    with state.noted() as events:
         events.step("reading files", 3, "files")
         events.advance(1)
-        assert progress.now == {"step": "reading files", "done": 1, "total": 3, "unit": "files"}
+        assert state.progress == {"step": "reading files", "done": 1, "total": 3, "unit": "files"}
         events.step("computing KV", 100, "tokens")
         events.expect(300)
         events.advance(64)
-        assert progress.now == {"step": "computing KV", "done": 64, "total": 300, "unit": "tokens"}
-    assert (progress.now, told) == (None, [1, 64])
+        assert state.progress == {"step": "computing KV", "done": 64, "total": 300, "unit": "tokens"}
+    assert state.progress is None
 
 
 def test_full_prefill_is_estimated_from_what_was_measured(

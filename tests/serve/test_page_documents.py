@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from kvtool.core.common.types import Events
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.query.options import QueryOptions
 from tests.cli.working import QUESTION
@@ -27,7 +26,7 @@ def held(served: Served) -> Iterator[threading.Event]:
     free, ingest = threading.Event(), served.engine.ingest
 
     def wait(options: IngestOptions) -> Any:
-        with served.engine.progress.noted(Events()) as events:
+        with served.engine.ingesting.noted() as events:
             events.step("computing KV", 100, "tokens")
             events.advance(10)
             free.wait(PATIENCE)

@@ -168,9 +168,9 @@ def test_what_an_interrupted_ingest_left_can_be_removed(uploads: Path, served: S
     file = uploads / "a.md"
     with served.client as client:
         for named in ("a.md", str(file)):
-            served.engine._shutdown.now = True
+            served.engine.ingesting.now = True
             refused(send(client, "a.md", "The kite is in Oslo."), 503)
-            served.engine._shutdown.now = False
+            served.engine.ingesting.now = False
             assert file.exists()
             assert forget(client, named).json()["deleted"] == [str(file)]
             assert not file.exists()

@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from heapq import nsmallest
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from kvtool.core.api import Cache
 from kvtool.core.api.shared import StoreReader
@@ -28,6 +30,8 @@ from kvtool.core.session.identity import known_result, store_identity
 from kvtool.core.upkeep.inventory import sizes_of
 
 MOST_CHUNKS = 50  # that one call may ask for
+TopK = Annotated[int, Field(ge=1, le=MOST_CHUNKS)]
+Neighbours = Annotated[int, Field(ge=0, le=MOST_CHUNKS)]
 # The result classes have no slots, which would look like defaults in the schema.
 
 
@@ -133,7 +137,7 @@ class Tools:
         self._reader.close()
         self._cache.close()
 
-    def search(self, question: str, top_k: int | None = None, source: list[str] | None = None) -> Found:
+    def search(self, question: str, top_k: TopK | None = None, source: list[str] | None = None) -> Found:
         """Find chunks of the documents that match a question, best first, with their text. Needs no model.
 
         Parameters
@@ -146,7 +150,7 @@ class Tools:
         with self._reader.reading() as (store, finder):
             return Found([_excerpt(chunk) for chunk in search(store, finder, question, options).chunks])
 
-    def read(self, chunk: str, before: int = 1, after: int = 1) -> Neighbourhood:
+    def read(self, chunk: str, before: Neighbours = 1, after: Neighbours = 1) -> Neighbourhood:
         """Read a chunk with its neighbours in the document.
 
         Parameters
@@ -155,7 +159,6 @@ class Tools:
         before : number of chunks before it.
         after : number of chunks after it.
         """
-        before, after = self._count("before", before, 1), self._count("after", after, 1)
         with self._reader.reading() as (store, finder):
             passage, *_ = finder.places.of_chunks(chunk)
             document = store.document(passage.source)
@@ -168,7 +171,7 @@ class Tools:
     def answer(
         self,
         question: str,
-        top_k: int | None = None,
+        top_k: TopK | None = None,
         source: list[str] | None = None,
         chunks: list[str] | None = None,
         documents: list[str] | None = None,
@@ -260,15 +263,7 @@ class Tools:
         return real
 
     def _retrieval(self, top_k: int | None, source: list[str] | None) -> dict[str, Any]:
-        count = self._count("top_k", top_k, self._options.top_k, 1)
-        return {"top_k": count, "source": tuple(source or self._options.source)}
-
-    @staticmethod
-    def _count(name: str, given: int | None, default: int, lowest: int = 0) -> int:
-        number = default if given is None else given
-        if not lowest <= number <= MOST_CHUNKS:
-            raise UsageError(f"{name}: {number} is not between {lowest} and {MOST_CHUNKS}")
-        return number
+        return {"top_k": top_k or self._options.top_k, "source": tuple(source or self._options.source)}
 
 
 def _excerpt(chunk: ReplyChunk) -> Excerpt:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from kvtool.core.common.types import Ids
+from kvtool.core.common.types import Ids, Warn
 from kvtool.core.errors import ContextFullError, DamagedError, KvtoolError, UsageError
 from kvtool.core.fusion.engine import copied
 from kvtool.core.fusion.plan import Candidate, Plan, as_resident
@@ -232,6 +232,8 @@ def marked(cache: PromptCache) -> Marked | None:
     return cache.mark() if is_recurrent(cache) else None
 
 
+FORGOTTEN = "earlier turns were dropped from the prompt but still guide retrieval"
+T = TypeVar("T")
 Lend = Callable[[], AbstractContextManager["Session"]]
 
 
@@ -277,6 +279,17 @@ class Conversation:
     def start_over(self) -> None:
         """Drop the turns and their cache. The next question sees no turn, but earlier ones still guide its search."""
         self._now = _Now(earlier=self.said)
+
+    def restarting(self, turn: Callable[[], T], warn: Warn) -> T:
+        """Do a turn; if the context is full, start over with a warning, and do it again."""
+        try:
+            return turn()
+        except ContextFullError as error:
+            if not self.turns:
+                raise
+            warn(f"{error.message}: it starts over", FORGOTTEN)
+            self.start_over()
+            return turn()
 
     def ask(
         self,
