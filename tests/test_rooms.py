@@ -38,37 +38,37 @@ APART = ({"ingest", "compress", "query"}, {"codec", "model", "corpus", "streamin
 # The most lines that each room, the product and the tests may have. A commit may lower a number; it may raise one by
 # the lines of an addition (`CONTRIBUTING.md` lists the kinds), or by lowering another as much.
 LINES = {
-    "agent": 657,
-    "api": 385,
-    "cache": 4597,
-    "checkpoint": 2867,
-    "cli": 5303,
+    "agent": 615,
+    "api": 429,
+    "cache": 4493,
+    "checkpoint": 2862,
+    "cli": 5028,
     "codec": 3415,
-    "common": 1140,
-    "compress": 1268,
-    "corpus": 6540,
+    "common": 1116,
+    "compress": 1240,
+    "corpus": 6462,
     "errors": 126,
-    "evaluate": 297,
-    "fusion": 2861,
-    "ingest": 2788,
+    "evaluate": 275,
+    "fusion": 2913,
+    "ingest": 2733,
     "kernels": 4519,
-    "model": 5089,
-    "native": 1575,
-    "options": 623,
-    "query": 3591,
-    "records": 489,
-    "remote": 5284,
-    "reports": 3275,
-    "retrieval": 1996,
-    "serve": 5328,
-    "session": 1554,
-    "streaming": 707,
+    "model": 5096,
+    "native": 1567,
+    "options": 612,
+    "query": 3421,
+    "records": 481,
+    "remote": 5148,
+    "reports": 3236,
+    "retrieval": 1991,
+    "serve": 5149,
+    "session": 1549,
+    "streaming": 646,
     "top": 246,
-    "upkeep": 1305,
-    "vllm": 1170,
+    "upkeep": 1222,
+    "vllm": 1171,
 }
-PRODUCT_LINES = 68_995
-TEST_LINES = 64_191
+PRODUCT_LINES = 67_761
+TEST_LINES = 62_656
 
 
 def room_of(parts: tuple[str, ...]) -> str:
