@@ -175,7 +175,7 @@ class VllmDecoder(Decoder):
         self._forward_pass = Forward(self, layers, VllmEnds(model, self.ranks), why="vLLM's own layers")
 
     @property
-    def passes(self) -> Forward:
+    def forward(self) -> Forward:
         return self._forward_pass
 
     def _kind(self, layer: VllmLayer) -> LayerKind:
