@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import random
 import struct
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ import pytest
 import torch
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
-from kvtool.core.checkpoint.files import SOURCE
 from kvtool.core.checkpoint.gguf import config as gguf_config
 from kvtool.core.checkpoint.gguf import folder as gguf_folder
 from kvtool.core.checkpoint.gguf.folder import prepare_folder, split_digits, write_tokenizer
@@ -146,16 +144,6 @@ def test_disk_refuses_the_tokenizer(tiny: Path, monkeypatch: pytest.MonkeyPatch,
     with largest_file(5_000), pytest.raises(KvtoolError, match="cannot write a model's settings"):
         prepare_folder(tiny)
     assert not list((tmp_path / "gguf").glob("*/*"))
-
-
-def test_a_folder_that_held_the_weights_as_well_is_made_anew(tiny: Path) -> None:
-    folder = prepare_folder(tiny)
-    (folder / "model.safetensors").write_bytes(b"weights")
-    noted = json.loads((folder / SOURCE).read_text())
-    (folder / SOURCE).write_text(json.dumps(noted | {"files": noted["files"] | {"packed.weights": "digest"}}))
-    assert prepare_folder(tiny) == folder
-    assert not (folder / "model.safetensors").exists()
-    assert json.loads((folder / SOURCE).read_text()) == noted
 
 
 @pytest.mark.some(3)
