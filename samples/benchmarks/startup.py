@@ -139,7 +139,7 @@ def parts_of(timeline: dict[str, list[dict[str, float | str]]]) -> dict[str, flo
     spans = [span for span in timeline["traceEvents"] if span["ph"] == "X"]
     begun = {str(span["name"]).partition(":")[0]: span for span in reversed(spans)}
     parts = {"before it": float(begun["import"]["ts"]) / 1e3}
-    return parts | {name: float(begun[name]["dur"]) / 1e3 for name in (*PARTS[:3], "fuse", PARTS[3])}
+    return parts | {name: float(begun[name]["dur"]) / 1e3 for name in (*PARTS[:-1], "fuse", PARTS[-1])}
 
 
 def imported(given: argparse.Namespace, tree: Path) -> list[str]:

@@ -18,7 +18,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from _pytest.mark import ParameterSet
 
-from kvtool.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_NO_SPACE, EXIT_NO_STORE
+from kvtool.core.errors import EXIT_DAMAGED, EXIT_DONE, EXIT_FAILED, EXIT_NO_SPACE, EXIT_NO_STORE
 from tests.remote.backends import BACKENDS, Scene
 from tests.remote.object_stub import BREAK, Answer, GoogleServer, Request
 from tests.remote.serving import Link
@@ -312,11 +312,11 @@ def redis_is_full(scene: Scene) -> None:
 
 
 class Cell(NamedTuple):
-    """A fault on a backend. `code`: the exit code; 0: it is survived. `status`: words of the server, which the error
-    repeats. `perhaps`: the error may be absent. `patience`: seconds for a value."""
+    """A fault on a backend. `code`: the exit code, or those it may be; 0: it is survived. `status`: words of the
+    server, which the error repeats. `perhaps`: the error may be absent. `patience`: seconds for a value."""
 
     make: Callable[[Scene], object]
-    code: int = EXIT_DONE
+    code: int | tuple[int, ...] = EXIT_DONE
     status: str = ""
     perhaps: bool = False
     patience: float = 30.0
@@ -393,7 +393,7 @@ READING: Table = {
         "redis": Cell(another_program, EXIT_FAILED),
         "http": Cell(
             answers(200, body=b"<html>Please log in.</html>", Content_Type="text/html"),
-            EXIT_FAILED,
+            (EXIT_FAILED, EXIT_DAMAGED),  # of a store that finds names, its head
         ),
     },
 }
@@ -407,7 +407,7 @@ SENDING: Table = {  # not over the web, which can only be read
     "who sends may only read": {
         "file": Cell(
             opening_fails(errno.EROFS, lambda flags: bool(flags & (os.O_WRONLY | os.O_RDWR))),
-            "cannot be written: Read-only file system",
+            EXIT_FAILED,
         ),
         "redis": Cell(allows_no("set"), EXIT_FAILED),
         "bucket": Cell(answers(403, "AccessDenied", which=is_write), EXIT_FAILED, "403 AccessDenied"),

@@ -93,7 +93,8 @@ def check(place: Path, pristine: Path, whole: bool = False) -> None:
 
 
 def check_error(error: KvtoolError, cell: Cell) -> None:
-    assert error.exit_code == cell.code or (cell.perhaps and not cell.code), error.message
+    codes = cell.code if isinstance(cell.code, tuple) else (cell.code,)
+    assert error.exit_code in codes or (cell.perhaps and not cell.code), error.message
     assert cell.status in error.message
     assert error.hint
     assert not SECRETS.search(f"{error.message} {error.hint} {error.__cause__}")
@@ -279,7 +280,9 @@ def test_push_killed_with_9(
     assert is_whole(blobs)
     assert pull(tmp_path / "then", blobs).damaged == []
     with Store.open(tmp_path / "then") as then:
-        assert then.sources() == (after if moment in (("compare_and_swap", 2), ("delete", 2)) else before)
+        # A bucket's leases are deleted, too: there the second deletion comes before the head.
+        is_in = moment == ("compare_and_swap", 2) or (moment == ("delete", 2) and not url.startswith("s3"))
+        assert then.sources() == (after if is_in else before)
         assert verify(then) == []
     monkeypatch.setitem(blobs_module.LEASES, "sweep", 0.4)  # the dead one's is waited for
     push(store, blobs, PushOptions(delete=True))

@@ -67,7 +67,8 @@ def test_a_question_imports_no_transformers(store: Path) -> None:
     [
         (
             (),
-            "clock, s;processor, s;before it, ms;import, ms;load model, ms;retrieve, ms;fuse, ms;generate, ms;modules",
+            "clock, s;processor, s;before it, ms;import, ms;load model, ms;retrieve, ms;lay out, ms;fuse, ms;"
+            "generate, ms;modules",
         ),
         (("--server",), "clock, s;first token, s;the rest, s"),
     ],
