@@ -276,7 +276,7 @@ class _Reader:
         if isinstance(module, RMSNorm):
             return _norm_spec(module, module.epsilon, module.adds_one, module.rounds_first)
         kind, epsilon = type(module).__name__, getattr(module, "variance_epsilon", getattr(module, "eps", None))
-        if not (kind.endswith("RMSNorm") and isinstance(epsilon, float) and module.weight.ndim == 1):
+        if not (kind.endswith("RMSNorm") and isinstance(epsilon, float)) or getattr(module, "weight", None) is None:
             return NormSpec(module, torch.empty(0, dtype=torch.float32), 0.0, False, False)
         adds_one = "Gemma" in kind
         return _norm_spec(module, epsilon, adds_one, not adds_one and kind not in _ROUNDING_LAST)
