@@ -15,7 +15,6 @@ from torch.nn.functional import pad
 
 from kvtool.core.common.timeline import Timeline, add_span
 from kvtool.core.fusion.cost import MOST_ASKING
-from kvtool.core.fusion.graph_pass import GraphPass
 from kvtool.core.fusion.loader import KVSource, Loader, RecordMissing, open_loader
 from kvtool.core.fusion.plan import Plan, Segment
 from kvtool.core.fusion.selectors.base import Pooling, QuestionWatch, Selector
@@ -127,18 +126,13 @@ def fuse_into(
     candidates = selector.reads(plan, decoder.stored_layers)
     loaded = [segment for segment in candidates if segment.placed_rows == segment.source.stored_rows]
     with open_loader(decoder, loaded, cache, source, timeline, patience=patience) as loader:
-        graph_pass = GraphPass.of(decoder, plan, cache, loader)
-        rows, done, asking_s = _first_rows(decoder, plan, selector, cache, loader, graph_pass, timeline)
+        rows, done, asking_s = _first_rows(decoder, plan, selector, cache, loader, timeline)
         shift = Shift(decoder, plan, cache, loader, selector.shift)
         recompute = RecomputePass(decoder, plan, selector, cache, loader, rows, cached, shift, timeline)
         ids = plan.ids
         tokens = [ids[row] for row in rows.order]
-        logits = None if graph_pass is None or recompute.narrows else graph_pass.logits(tokens, rows, shift)
-        if logits is None:
-            at = plan.positions[rows.order].to(decoder.device) if plan.dropped else None
-            logits = decoder.compute(tokens, rows, cache, position_ids=at, on_layer=recompute)[-1]
-        else:
-            recompute.skip(decoder.stored_layers)
+        at = plan.positions[rows.order].to(decoder.device) if plan.dropped else None
+        logits = decoder.compute(tokens, rows, cache, position_ids=at, on_layer=recompute)[-1]
         recompute.end()
     if logits.is_cuda:  # the caller reads them next in any case; so times are those of the work, not of its launch
         torch.cuda.current_stream(logits.device).synchronize()
@@ -165,7 +159,6 @@ def _first_rows(
     selector: Selector,
     cache: PromptCache,
     loader: Loader,
-    graph_pass: GraphPass | None,
     timeline: Timeline | None,
 ) -> tuple[QueryRows, int, float]:
     """Choose the first layer's rows, by the question's attention if the selector ranks by that. Returns also the number
@@ -175,7 +168,7 @@ def _first_rows(
     if not layers:
         chosen = (selector.rows(plan) & cached) if selector.uses_cache else cached
         return _rows(decoder, plan, chosen | plan.mask("miss", "fresh")), 0, 0.0
-    attention = question_attention(decoder, plan, cache, loader, layers, selector.pooling, graph_pass)
+    attention = question_attention(decoder, plan, cache, loader, layers, selector.pooling)
     chosen = selector.rows(plan, attention) & cached
     asking = add_span(timeline, "question attention", started) - loader.waited_s
     return _rows(decoder, plan, chosen | plan.mask("fresh")), int(plan.mask("miss").sum()), asking
@@ -192,25 +185,21 @@ def question_attention(
     loader: Loader,
     layers: range,
     pooling: Pooling = "rows",
-    graph_pass: GraphPass | None = None,
 ) -> torch.Tensor:
     """Measure the question's attention to the whole prompt, over reused rows at their true positions: float32
     `[plan.length]`, the mean over `layers`. Of a question longer than `MOST_ASKING` tokens only the end is computed;
     places after it are 0. `pooling` of rows: L2 norm (`rows`, InfoFlow KV), the `last` row, which predicts the answer's
-    first token, or the geometric mean of `both`. `graph_pass`: computes the same where nothing is to be loaded."""
+    first token, or the geometric mean of `both`."""
     length, plan = plan.length, plan.with_question_end(MOST_ASKING)
     rows = QueryRows.of(plan.mask("miss", "fresh").nonzero()[:, 0], decoder.device, plan.position_ids)
     ends = not bool(plan.mask("miss").any())
     count, ids = len(plan.segments[-1].ids), plan.ids
     tokens = [ids[row] for row in rows.order]
-    mean = None if graph_pass is None else graph_pass.attention(tokens, rows, count, layers, pooling, ends)
-    if mean is None:
-        wait = partial(loader.wait, meanwhile=decoder.pause)
-        watch = QuestionWatch(rows, count, layers, plan.length, pooling, ends, wait=wait)
-        at = plan.positions[rows.order].to(decoder.device) if plan.dropped else None
-        decoder.fill_cache(tokens, rows, cache, at, watch)
-        mean = watch.mean
-    return pad(mean.cpu()[: plan.length], (0, length - plan.length))
+    wait = partial(loader.wait, meanwhile=decoder.pause)
+    watch = QuestionWatch(rows, count, layers, plan.length, pooling, ends, wait)
+    at = plan.positions[rows.order].to(decoder.device) if plan.dropped else None
+    decoder.fill_cache(tokens, rows, cache, at, watch)
+    return pad(watch.mean.cpu(), (0, length - plan.length))
 
 
 class RecomputePass(OnLayer):
@@ -253,9 +242,6 @@ class RecomputePass(OnLayer):
         started = time.perf_counter()
         step(*given)
         self.shift_s += time.perf_counter() - started
-
-    def skip(self, layers: int) -> None:
-        self.computed = [len(self.rows)] * layers
 
     def end(self) -> None:
         self._note_span("compute to logits", self.computed[-1])

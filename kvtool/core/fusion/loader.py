@@ -74,9 +74,8 @@ def positions_of(segments: Sequence[Segment], device: str) -> torch.Tensor:
 
 class Loader:
     """Fills a prompt cache layer by layer; every key is rotated once, to its absolute position. This one has nothing to
-    load. `is_placed`: all layers are in the buffers from the start. `waited_s`: seconds that the compute waited."""
+    load. `waited_s`: seconds that the compute waited."""
 
-    is_placed = True
     waited_s = 0.0
 
     def __init__(self, decoder: Decoder, segments: Sequence[Segment], cache: PromptCache) -> None:
@@ -144,8 +143,6 @@ class HeldLoader(Loader):
 class DiskLoader(Loader):
     """Reads records in threads, each of which holds one layer's records at a time, in the order of their chunks'
     relevance."""
-
-    is_placed = False
 
     def __init__(
         self,

@@ -197,10 +197,6 @@ class Shift:
             self._refreshed = None
         self._by_layer.append(LayerShift(*self._steps.add(layer, factors), probes))
 
-    def set_done(self, changes: torch.Tensor, offsets: torch.Tensor) -> None:
-        assert self.probes is not None
-        self._by_layer = [LayerShift(*sums, self.probes) for sums in zip(changes, offsets, strict=True)]
-
     def _steps_of(self, probes: Probes) -> ShiftKernel | ShiftSteps:
         """Choose machine code to shift these chunks; torch's operations if this machine has none."""
         table, kernel = self._loader.table, None

@@ -7,10 +7,8 @@ do not see.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from functools import cached_property
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
 import torch
 
@@ -19,15 +17,14 @@ from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
 from kvtool.core.model.prompt_cache import PromptCache
 
 T = TypeVar("T")
-_MOST = 16  # kinds of work that are kept
 
 
 class CapturedWork(Generic[T]):
     """Work that is run `warm_up` times, since libraries' first calls must not be captured, then captured and replayed.
-    The capture is of this thread only. Temporary memory is shared with `others`."""
+    The capture is of this thread only."""
 
-    def __init__(self, device: str, others: CapturedWorks | None = None, warm_up: int = 1) -> None:
-        self._device, self._others, self._left = torch.device(device), others, warm_up
+    def __init__(self, device: str, warm_up: int) -> None:
+        self._device, self._left = torch.device(device), warm_up
         self._replay: Callable[[], None] | None = None
         self._out: T
         self.why = ""  # the reason, where it could not be captured; it is then always done as it is
@@ -45,12 +42,11 @@ class CapturedWork(Generic[T]):
 
     def _capture(self, work: Callable[[], T]) -> None:
         graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream(self._device)
-        pool = None if self._others is None else self._others.pool
         current = torch.cuda.current_stream(self._device)
         side.wait_stream(current)
         try:
             with torch.cuda.stream(side):
-                graph.capture_begin(pool, capture_error_mode="thread_local")
+                graph.capture_begin(capture_error_mode="thread_local")
                 try:
                     self._out = work()
                 finally:
@@ -60,26 +56,6 @@ class CapturedWork(Generic[T]):
             return
         current.wait_stream(side)
         self._replay = graph.replay
-
-
-class CapturedWorks:
-    """The most recently used kinds of captured work; what one returns is to be copied before another runs."""
-
-    def __init__(self) -> None:
-        self._known: OrderedDict[Hashable, Any] = OrderedDict()
-
-    @cached_property
-    def pool(self) -> Any:
-        return torch.cuda.graph_pool_handle()
-
-    def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        if key not in self._known:
-            self._known[key] = make()
-        self._known.move_to_end(key)
-        while len(self._known) > _MOST:
-            self._known.popitem(last=False)
-        work: T = self._known[key]
-        return work
 
 
 class StaticRows:

@@ -15,7 +15,6 @@ from kvtool.core.common.collecting import quiet
 from kvtool.core.common.machine import is_out_of_memory
 from kvtool.core.errors import KvtoolError, ModelError
 from kvtool.core.model.attention import PlacedRows, QueryRows
-from kvtool.core.model.captured import CapturedWorks
 from kvtool.core.model.cpu_layer import cpu_layers
 from kvtool.core.model.cuda_layer import cuda_layers
 from kvtool.core.model.forward import Forward
@@ -35,7 +34,6 @@ _OTHERWISE = "the model keeps its state in a way of its own; that would need a l
 class Decoder(DecoderStack):
     def __init__(self, loaded: Loaded, kv_dtype: torch.dtype | None = None) -> None:
         super().__init__(loaded, kv_dtype)
-        self.captured = CapturedWorks()
         self.state_forms: dict[int, StateForms] = {}  # by layer and state
         if self.keeps_states:
             self._check_states()
@@ -65,7 +63,7 @@ class Decoder(DecoderStack):
             layers, ends = (cuda_layers if on_gpu else cpu_layers)(self, self.spec)
         except (AttributeError, ValueError, RuntimeError, TypeError) as error:  # modules that only look known
             raise UnsupportedArchitecture(str(error)) from error
-        return Forward(self, layers, ends, captures=on_gpu)
+        return Forward(self, layers, ends)
 
     def _check_states(self) -> None:
         from kvtool.core.model.hf.states import StateCache, StateLayer  # of transformers

@@ -64,12 +64,9 @@ class Ends(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Forward:
-    """`captures`: a pass reads nothing on the host, so that a CUDA graph can be made of it."""
-
     stack: DecoderStack
     layers: Sequence[Layer]
     ends: Ends
-    captures: bool = False
     why: str = ""  # it is not as fast as it could be
 
     def logits(self, job: Pass, keep: int) -> torch.Tensor:

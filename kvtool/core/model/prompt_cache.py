@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from kvtool.core.model.kinds import KVShape
-
-_STEP = 1024  # rows: adjacent buffers come in so few sizes
 
 
 class BufferLayer:
@@ -20,20 +17,13 @@ class BufferLayer:
     is_sliding = is_compileable = False
     is_initialized = True
 
-    def __init__(
-        self, shape: KVShape, capacity: int, dtype: torch.dtype, device: str, memory: torch.Tensor | None = None
-    ) -> None:
+    def __init__(self, shape: KVShape, capacity: int, dtype: torch.dtype, device: str) -> None:
         self.shape = shape
         self.keys: torch.Tensor
         self.values: torch.Tensor
         self.joint: torch.Tensor | None = None
         widths = [shape.value_dim + shape.key_dim] if shape.joint else [shape.key_dim, shape.value_dim]
-        sizes = [(1, shape.heads, capacity, width) for width in widths]
-        if memory is None:
-            self._hold([torch.empty(size, dtype=dtype, device=device) for size in sizes])
-        else:
-            parts = memory.split([math.prod(size) for size in sizes])
-            self._hold([part.view(size) for part, size in zip(parts, sizes, strict=True)])
+        self._hold([torch.empty((1, shape.heads, capacity, width), dtype=dtype, device=device) for width in widths])
         self.length = 0
 
     def _hold(self, sides: Sequence[torch.Tensor]) -> None:
@@ -63,15 +53,6 @@ class BufferLayer:
 
     def get_seq_length(self) -> int:
         return self.length
-
-
-def adjacent_buffers(shapes: Sequence[KVShape], capacity: int, dtype: torch.dtype, device: str) -> list[BufferLayer]:
-    """Make the zeroed buffers of all layers in one piece of memory. The next prompt of about as many rows tends to get
-    the same piece, so CUDA graphs that were captured over it serve again."""
-    capacity = -(-capacity // _STEP) * _STEP
-    sizes = [shape.numbers * capacity for shape in shapes]
-    parts = torch.zeros(sum(sizes), dtype=dtype, device=device).split(sizes)
-    return [BufferLayer(shape, capacity, dtype, device, part) for shape, part in zip(shapes, parts, strict=True)]
 
 
 class PromptCache:

@@ -20,7 +20,7 @@ from kvtool.core.errors import DamagedError, ModelError, UsageError
 from kvtool.core.kernels.attention import dispatch
 from kvtool.core.model.hf.probing import probed
 from kvtool.core.model.kinds import KVShape, outline_of
-from kvtool.core.model.prompt_cache import BufferLayer, PromptCache, adjacent_buffers
+from kvtool.core.model.prompt_cache import BufferLayer, PromptCache
 from kvtool.core.model.rope import Rotary
 
 
@@ -102,8 +102,6 @@ class DecoderStack:
 
             shapes = dict(zip(self._attending, self.shapes, strict=True))
             return StateCache(self.config, lambda layer: (shapes[layer], capacity, self.dtype, self.device))
-        if self.device.startswith("cuda"):
-            return PromptCache(adjacent_buffers(self.shapes, capacity, self.dtype, self.device))
         return PromptCache([BufferLayer(shape, capacity, self.dtype, self.device) for shape in self.shapes])
 
     def host_memory(self, size: int) -> torch.Tensor:

@@ -16,7 +16,6 @@ from kvtool.core.cache.store import Store
 from kvtool.core.fusion import loader
 from kvtool.core.fusion.chunk_cache import ChunkCache, held_on
 from kvtool.core.fusion.engine import fuse
-from kvtool.core.fusion.graph_pass import GraphPass
 from kvtool.core.fusion.loader import StoreSource
 from kvtool.core.fusion.options import selector_for
 from kvtool.core.fusion.selectors import REFERENCE
@@ -71,13 +70,11 @@ def _measured(day: Day, shape: str, context: int, level: str) -> dict[str, Any]:
         measured, about = Measured(prompt, samples, facts), About(Architecture.of(decoder), machine, decoder)
         rows = {row["fusion"]: row for row in rows_of(measured, about, chosen)}
         held = {mode: _held(decoder, store, prompt, mode, repeat) for mode in chosen}
-        with mock.patch.object(GraphPass, "of", return_value=None):
-            launched = {mode: _held(decoder, store, prompt, mode, repeat) for mode in chosen}
         store.close()
         cold = {mode: _cold(decoder, path, prompt, mode, min(repeat, 3)) for mode in chosen}
     for mode, row in rows.items():
         row.pop("rows_by_layer")
-        row |= {"cold_ms": cold[mode], "held_ms": held[mode], "held_launched_ms": launched[mode]}
+        row |= {"cold_ms": cold[mode], "held_ms": held[mode]}
     return {
         "context": prompt.length,
         "fill_s": filled_s,
@@ -106,10 +103,9 @@ def _by_workers(day: Day) -> dict[str, Any]:
 
 
 def _held(decoder: Decoder, store: Store, prompt: BenchPrompt, mode: str, repeat: int) -> float:
-    """Measure with all chunks on the device already: only rotation and compute are left, captured where they can be."""
+    """Measure with all chunks on the device already: only rotation and compute are left."""
     source = ChunkCache(StoreSource(store, decoder, ProfileCache(store)), sys.maxsize, device=held_on(decoder))
-    for _ in range(3):  # read, computed as it is, captured
-        _seconds(decoder, store, prompt, mode, source)
+    _seconds(decoder, store, prompt, mode, source)  # reads them
     return statistics.median(_seconds(decoder, store, prompt, mode, source) for _ in range(repeat)) * 1e3
 
 

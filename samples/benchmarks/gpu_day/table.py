@@ -38,7 +38,6 @@ def _fusion(steps: Mapping[str, Any]) -> list[str]:
         "ttft_ms",
         "cold_ms",
         "held_ms",
-        "held_launched_ms",
         "full_ms",
         "speedup",
         "efficiency",

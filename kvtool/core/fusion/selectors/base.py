@@ -19,7 +19,6 @@ from kvtool.core.model.passes import OnLayer
 
 if TYPE_CHECKING:
     from kvtool.core.fusion.cost import Cost, PromptRows
-    from kvtool.core.model.captured import StaticRows
 
 Pooling = Literal["rows", "last", "both"]  # see `question_attention` (fusion/engine.py)
 _BLOCK = 64  # rows whose weights exist at a time: memory grows with the prompt's length, not with its square
@@ -98,22 +97,20 @@ class Selector(ABC):
 
 
 class QuestionWatch(OnLayer):
-    """Sum of the attention of a pass's last `count` rows. `ends`: the pass ends with the last of `layers`. `counted`:
-    float32 `[count]`, 1 for those of them that count, 0 for others before them; None: all count."""
+    """Sum of the attention of a pass's last `count` rows. `ends`: the pass ends with the last of `layers`."""
 
     def __init__(
         self,
-        rows: QueryRows | StaticRows,
+        rows: QueryRows,
         count: int,
         layers: range,
         length: int,
         pooling: Pooling,
         ends: bool,
-        counted: torch.Tensor | None = None,
-        wait: Callable[[int], None] = lambda layer: None,
+        wait: Callable[[int], None],
     ) -> None:
         self._wait = wait
-        self._rows, self._count, self._counted = rows, count, counted
+        self._rows, self._count = rows, count
         self._layers, self._pooling, self._ends = layers, pooling, ends
         self._total = torch.zeros(length, device=rows.places.device, dtype=torch.float32)
 
@@ -136,8 +133,7 @@ class QuestionWatch(OnLayer):
             block = slice(first, min(first + _BLOCK, count))
             part = query[0, :, query.shape[2] - count :][:, block]
             weights = mean_weights(part, keys[0, :, : len(self._total)], seen[block], params)
-            shares = weights if self._counted is None else weights * self._counted[block, None]
-            squares += shares.square().sum(0)
+            squares += weights.square().sum(0)
             last = weights[-1]
         pooled = squares.sqrt_()
         self._total += pooled.mul_(last).sqrt_() if self._pooling == "both" else pooled

@@ -24,8 +24,6 @@ RowIndex = slice | torch.Tensor
 class HfForward:
     """Passes as of `Forward`; `why` no faster one serves the model."""
 
-    captures = False
-
     def __init__(self, stack: DecoderStack, why: str) -> None:
         self._stack, self.why = stack, why
 
