@@ -6,8 +6,8 @@ kvtool's.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from kvtool.core.kernels.attention import dispatch
 from kvtool.core.kernels.attention.params import KV, AttentionParams
 from kvtool.core.kernels.rope import CosSin
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.model.forward import Forward, Heads
+from kvtool.core.model.forward import Ends, Forward, Heads
 from kvtool.core.model.kinds import KVShape, LayerKind, Sample
 from kvtool.core.model.prompt_cache import BufferLayer
 from kvtool.core.model.rope import Rotary
@@ -102,25 +102,16 @@ class VllmLayer:
         return out
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class VllmEnds:
-    own: Any
-    ranks: Ranks
+def ends_of(model: Any, ranks: Ranks) -> Ends:
+    def logits(hidden: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = ranks.call("logits", model.model.norm(hidden).contiguous())
+        return out.float()
 
-    def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        embedded: torch.Tensor = self.ranks.call("embed", ids)
-        return embedded
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.ranks.call("logits", self.own.model.norm(hidden).contiguous())
-        return logits.float()
-
-    def threads(self, rows: int, exact: bool) -> AbstractContextManager[object]:
-        return nullcontext()
+    return Ends(partial(ranks.call, "embed"), logits)
 
 
 class RowModel(nn.Module):
-    """The parts of vLLM's model that `DecoderStack` asks for."""
+    """The parts of vLLM's model that `Decoder` asks for."""
 
     def __init__(self, own: Any, dtype: torch.dtype) -> None:
         super().__init__()
@@ -172,7 +163,7 @@ class VllmDecoder(Decoder):
             for layer in {kind: number for number, kind in enumerate(self.kinds)}.values()
         }
         self._rotary = Rotary(self.base, self.kinds, samples, dtype, device)
-        self._forward_pass = Forward(self, layers, VllmEnds(model, self.ranks), why="vLLM's own layers")
+        self._forward_pass = Forward(self, layers, ends_of(model, self.ranks), why="vLLM's own layers")
 
     @property
     def forward(self) -> Forward:

@@ -10,7 +10,7 @@ import torch
 from kvtool.core.kernels.heads_triton import HeadNorm
 from kvtool.core.kernels.rope import CosSin, rotate_halves_torch
 from kvtool.core.model.attention import QueryRows
-from kvtool.core.model.cuda_layer import cuda_layers
+from kvtool.core.model.cuda_layer import cuda_forward
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.forward import Forward
 from kvtool.core.model.hf.adapter import HfForward
@@ -29,10 +29,6 @@ SCATTERED = torch.tensor([0, 3, 4, 17, 30, 38, 39])
 
 def prefilled(decoder: Decoder) -> PromptCache:
     return decoder.prefill(PROMPT, 5)[1]
-
-
-def cuda_forward(decoder: Decoder) -> Forward:
-    return Forward(decoder, *cuda_layers(decoder, decoder.spec))
 
 
 @torch.inference_mode()

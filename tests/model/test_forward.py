@@ -138,14 +138,10 @@ def test_a_pool_computes_where_all_products_are_our_own(monkeypatch: pytest.Monk
     asked = calls_of(monkeypatch, cpu_layer, "use_pool", lambda count: count)
     expected = prefilled(decoder)
     assert asked == [1, 1]
-    monkeypatch.setattr(cpu_layer.CpuEnds, "_products", (_FewRows(),))
+    monkeypatch.setattr(cpu_layer, "_in_team", lambda layer, dtype, rows: rows < 30)
     torch.set_num_threads(2)
     found = prefilled(decoder)
     assert asked[2:] == [1, 2]
     LeadIn(decoder, IDS[:20])  # what is stored is computed by torch
     assert asked[4:] == [1]
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-
-
-class _FewRows:
-    in_team = staticmethod(lambda count, dtype: count < 30)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,12 +19,14 @@ from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.kernels.layer.cpu import LayerKernels, Rounding, layer_kernels
 from kvtool.core.kernels.linear.modules import PackedLinear
 from kvtool.core.kernels.rope import CosSin
-from kvtool.core.model.forward import Heads
+from kvtool.core.model.forward import Ends, Forward, Heads, ends_of
 from kvtool.core.model.prompt_cache import BufferLayer
-from kvtool.core.model.spec import LayerSpec, ModelSpec, NormSpec, Projection, UnsupportedArchitecture
-from kvtool.core.model.stack import DecoderStack
+from kvtool.core.model.spec import LayerSpec, NormSpec, Projection, UnsupportedArchitecture
 from kvtool.core.native.isa import isa_here
 from kvtool.core.native.threads import use_pool
+
+if TYPE_CHECKING:
+    from kvtool.core.model.decoder import Decoder
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,38 +85,6 @@ class CpuLayer:
         return _product(mlp.down.module, self.kernels.gate(gate, up), exact)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CpuEnds:
-    stack: DecoderStack
-    spec: ModelSpec
-    kernels: LayerKernels
-    _products: tuple[PackedLinear, ...]  # of the layers; none where some are other code's
-
-    @classmethod
-    def of(cls, stack: DecoderStack, spec: ModelSpec, kernels: LayerKernels) -> CpuEnds:
-        modules = [projection.module for layer in spec.layers[:1] for projection in layer.projections]
-        packed = tuple(module for module in modules if isinstance(module, PackedLinear))
-        whole = len(packed) == len(modules) and spec.layers[0].mlp is not None
-        return cls(stack, spec, kernels, packed if whole else ())
-
-    def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        embedded: torch.Tensor = self.stack.base.embed_tokens(ids)
-        return embedded if self.spec.embedding == 1 else embedded * self.spec.embedding
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        # Of strided rows `matmul` would copy the whole weight first: .8 s of 1.1 for Qwen2.5's 152k tokens.
-        normed = normed_by(self.kernels, self.spec.norm, hidden.contiguous())
-        logits: torch.Tensor = self.spec.head.module(normed).float()
-        return self.spec.shaped(logits)
-
-    def threads(self, rows: int, exact: bool) -> AbstractContextManager[object]:
-        """Take a pool where all products are machine code of our own. Torch's threads wait spinning after its products:
-        a pool's would only take turns with those."""
-        ours = bool(self._products) and not exact
-        pooled = ours and all(product.in_team(rows, self.kernels.dtype) for product in self._products)
-        return use_pool(torch.get_num_threads() if pooled else 1)
-
-
 def normed_by(kernels: LayerKernels, norm: NormSpec | None, rows: torch.Tensor) -> torch.Tensor:
     if norm is None:
         return rows
@@ -135,17 +106,30 @@ def _product(linear: Any, rows: torch.Tensor, exact: bool) -> torch.Tensor:
     return out
 
 
-def cpu_layers(stack: DecoderStack, spec: ModelSpec) -> tuple[list[CpuLayer], CpuEnds]:
-    isa = isa_here()
+def cpu_forward(decoder: Decoder) -> Forward:
+    isa, spec = isa_here(), decoder.spec
     if isa is None:
         raise UnsupportedArchitecture("there is no machine code for this CPU")
-    if stack.dtype not in COMPUTED:
-        raise UnsupportedArchitecture(f"{stack.dtype} on {stack.device}")
+    if decoder.dtype not in COMPUTED:
+        raise UnsupportedArchitecture(f"{decoder.dtype} on {decoder.device}")
     norms = (spec.norm, *(norm for layer in spec.layers for norm in layer.norms))
     first = {norm.rounds_first for norm in norms if norm.is_rms} or {True}
     if len(first) > 1:
         raise UnsupportedArchitecture("norms that round at different places")
     rounding = Rounding(norm_first=first.pop(), rope_in_float32=spec.rope_in_float32)
-    kernels = layer_kernels(isa, stack.dtype, spec.activation, rounding)
+    kernels = layer_kernels(isa, decoder.dtype, spec.activation, rounding)
     layers = [CpuLayer(layer, kernels, layer.params) for layer in spec.layers]
-    return layers, CpuEnds.of(stack, spec, kernels)
+    threads = partial(_pool, spec.layers[0], decoder.dtype)
+    return Forward(decoder, layers, Ends(*ends_of(decoder, spec, partial(normed_by, kernels, spec.norm)), threads))
+
+
+def _pool(layer: LayerSpec, dtype: torch.dtype, rows: int, exact: bool) -> AbstractContextManager[object]:
+    """Take a pool where all products are machine code of our own. Torch's threads wait spinning after its products: a
+    pool's would only take turns with those."""
+    return use_pool(torch.get_num_threads() if not exact and _in_team(layer, dtype, rows) else 1)
+
+
+def _in_team(layer: LayerSpec, dtype: torch.dtype, rows: int) -> bool:
+    products = [projection.module for projection in layer.projections]
+    packed = layer.mlp is not None and all(isinstance(product, PackedLinear) for product in products)
+    return packed and all(product.in_team(rows, dtype) for product in products)

@@ -8,10 +8,9 @@ Norms of heads, rotation and the writing into the prompt cache are one together 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -20,12 +19,12 @@ from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.kernels.heads_triton import HeadNorm, place
 from kvtool.core.kernels.rope import CosSin, rotate_halves_torch
 from kvtool.core.kernels.triton_jit import has_triton
-from kvtool.core.model.forward import Heads
+from kvtool.core.model.forward import Ends, Forward, Heads, Map, ends_of
 from kvtool.core.model.prompt_cache import BufferLayer
-from kvtool.core.model.spec import LayerSpec, ModelSpec, NormSpec, Projection, UnsupportedArchitecture
-from kvtool.core.model.stack import DecoderStack
+from kvtool.core.model.spec import LayerSpec, NormSpec, Projection, UnsupportedArchitecture
 
-Map = Callable[[torch.Tensor], torch.Tensor]
+if TYPE_CHECKING:
+    from kvtool.core.model.decoder import Decoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,24 +89,6 @@ class CudaLayer:
         return torch.add(hidden, output, alpha=self.residual)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CudaEnds:
-    stack: DecoderStack
-    spec: ModelSpec
-    norm: Map
-
-    def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        embedded: torch.Tensor = self.stack.base.embed_tokens(ids)
-        return embedded if self.spec.embedding == 1 else embedded * self.spec.embedding
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.spec.head.module(self.norm(hidden)).float()
-        return self.spec.shaped(logits)
-
-    def threads(self, rows: int, exact: bool) -> AbstractContextManager[object]:
-        return nullcontext()
-
-
 def norm_of(norm: NormSpec | None) -> Map:
     if norm is None:
         return lambda rows: rows
@@ -167,7 +148,7 @@ def _by_module(module: Any, rows: torch.Tensor) -> torch.Tensor:
     return out.view(rows.shape)
 
 
-def cuda_layers(stack: DecoderStack, spec: ModelSpec) -> tuple[list[CudaLayer], CudaEnds]:
-    by_kernel = stack.device.startswith("cuda") and has_triton()
+def cuda_forward(decoder: Decoder) -> Forward:
+    spec, by_kernel = decoder.spec, decoder.device.startswith("cuda") and has_triton()
     layers = [CudaLayer.of(layer, by_kernel) for layer in spec.layers]
-    return layers, CudaEnds(stack, spec, norm_of(spec.norm))
+    return Forward(decoder, layers, Ends(*ends_of(decoder, spec, norm_of(spec.norm))))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -13,8 +13,13 @@ from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.kernels.rope import CosSin
 from kvtool.core.model.passes import Pass
 from kvtool.core.model.prompt_cache import BufferLayer
-from kvtool.core.model.stack import DecoderStack
 
+if TYPE_CHECKING:
+    from kvtool.core.model.decoder import Decoder
+    from kvtool.core.model.spec import ModelSpec
+
+Map = Callable[[torch.Tensor], torch.Tensor]
+Threads = Callable[[int, bool], AbstractContextManager[object]]
 # Rows of the last layer's end at least: a single one would take a matrix-vector kernel, whose sums depend on threads.
 _TAIL = 16
 
@@ -49,22 +54,33 @@ class Layer(Protocol):
         """Add to rows what attention gives, `[rows, heads · head_dim]`, projected, and then the MLP."""
 
 
-class Ends(Protocol):
-    """What is before the first layer, and after the last one."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Ends:
+    """What is before the first layer, and after the last one. `embed` gives `[rows, hidden]`, `logits` float32 `[rows,
+    vocabulary]`; `threads` sets up those that compute a pass of so many rows, exact or not."""
 
-    def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return `[rows, hidden]`."""
+    embed: Map
+    logits: Map
+    threads: Threads = lambda rows, exact: nullcontext()
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return float32 `[rows, vocabulary]`."""
 
-    def threads(self, rows: int, exact: bool) -> AbstractContextManager[object]:
-        """Set up the threads that compute a pass of so many rows."""
+def ends_of(decoder: Decoder, spec: ModelSpec, norm: Map) -> tuple[Map, Map]:
+    """Make `embed` and `logits` of a model's spec and its last norm."""
+
+    def embed(ids: torch.Tensor) -> torch.Tensor:
+        embedded: torch.Tensor = decoder.base.embed_tokens(ids)
+        return embedded if spec.embedding == 1 else embedded * spec.embedding
+
+    def logits(hidden: torch.Tensor) -> torch.Tensor:
+        # Of strided rows `matmul` would copy the whole weight first: .8 s of 1.1 for Qwen2.5's 152k tokens.
+        return spec.shaped(spec.head.module(norm(hidden.contiguous())).float())
+
+    return embed, logits
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Forward:
-    stack: DecoderStack
+    decoder: Decoder
     layers: Sequence[Layer]
     ends: Ends
     why: str = ""  # it is not as fast as it could be
@@ -84,16 +100,16 @@ class Forward:
     def hidden(self, job: Pass, keep: int) -> torch.Tensor | None:
         """Return the last layer's output `[keep, hidden]` of the last rows; None where nothing needs it."""
         hidden, rows, on_layer, last = self.ends.embed(job.ids), job.placed, job.on_layer, len(self.layers) - 1
-        positions, table = job.positions, self.stack.rotary.table(job.positions)
+        positions, table = job.positions, self.decoder.rotary.table(job.positions)
         for number, layer in enumerate(self.layers):
-            self.stack.pause()
-            heads, angles = layer.project(hidden, positions, job.exact), self.stack.rotary.angles(table, number)
+            self.decoder.pause()
+            heads, angles = layer.project(hidden, positions, job.exact), self.decoder.rotary.angles(table, number)
             if number in on_layer.narrows:
                 copies = Heads(*(side.clone() for side in heads))
                 chosen, rows = on_layer.choose(number, *layer.rotate(copies, angles)[1:])
                 hidden, heads = hidden.index_select(0, chosen), heads.of(chosen)
                 positions, table = positions[chosen], table[chosen]
-                angles = self.stack.rotary.angles(table, number)
+                angles = self.decoder.rotary.angles(table, number)
             on_layer.before_write(number, len(hidden))
             if job.cache is None:
                 queries, keys, values = layer.rotate(heads, angles)

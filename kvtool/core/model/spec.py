@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,9 @@ from kvtool.core.errors import ModelError
 from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.kernels.rope import RopeTables
 from kvtool.core.model.kinds import LayerKind, angles_of, rotary_of
-from kvtool.core.model.stack import DecoderStack
+
+if TYPE_CHECKING:
+    from kvtool.core.model.decoder import Decoder
 
 # The largest relative error of a fast path after one layer; after n layers √n times as much, as rounding adds up.
 # Measured over all families of the tests, after four layers: 5e-6 in float32 and .08 in bfloat16; SmolLM2, after
@@ -179,31 +181,31 @@ class ModelSpec:
             raise UnsupportedArchitecture(self.unknown)
 
 
-def read_model_spec(stack: DecoderStack) -> ModelSpec:
+def read_model_spec(decoder: Decoder) -> ModelSpec:
     try:
-        return _Reader(stack).model()
+        return _Reader(decoder).model()
     except (AttributeError, ValueError, RuntimeError, TypeError, ModelError) as error:  # modules that only look known
         raise UnsupportedArchitecture(str(error)) from error
 
 
 class _Reader:
-    def __init__(self, stack: DecoderStack) -> None:
-        self._stack = stack
-        _check_attention(stack)
-        self._shape = stack.shapes[0]
-        self._heads = int(stack.config.num_attention_heads)
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        _check_attention(decoder)
+        self._shape = decoder.shapes[0]
+        self._heads = int(decoder.config.num_attention_heads)
 
     def model(self) -> ModelSpec:
-        stack = self._stack
-        base, config, shape = stack.base, stack.config, self._shape
-        at = torch.tensor([_TRIED_POSITION], device=stack.device)
-        table = stack.rotary.table(at)
-        like = torch.empty(0, dtype=stack.dtype, device=stack.device)
-        layers = tuple(self._layer(number, layer, table) for number, layer in enumerate(stack.layers))
+        decoder = self._decoder
+        base, config, shape = decoder.base, decoder.config, self._shape
+        at = torch.tensor([_TRIED_POSITION], device=decoder.device)
+        table = decoder.rotary.table(at)
+        like = torch.empty(0, dtype=decoder.dtype, device=decoder.device)
+        layers = tuple(self._layer(number, layer, table) for number, layer in enumerate(decoder.layers))
         return ModelSpec(
             layers=layers,
             norm=self._norm_of(base.norm),
-            head=_whole(stack.model.get_output_embeddings()),
+            head=_whole(decoder.model.get_output_embeddings()),
             hidden=config.hidden_size,
             vocabulary=config.vocab_size,
             heads=self._heads,
@@ -212,7 +214,7 @@ class _Reader:
             embedding=float(getattr(base, "embedding_multiplier", 1.0)),
             logits=1.0 / float(getattr(config, "logits_scaling", 1.0)),
             cap=getattr(config, "final_logit_softcapping", None),
-            rope_in_float32=angles_of(rotary_of(base), stack.rotary.names[0], like, at)[0].dtype == torch.float32,
+            rope_in_float32=angles_of(rotary_of(base), decoder.rotary.names[0], like, at)[0].dtype == torch.float32,
             unknown=_unknown(base, _BASE),
         )
 
@@ -226,7 +228,7 @@ class _Reader:
         rotary, by_halves = self._rope(number, table)
         return LayerSpec(
             module=layer,
-            kind=self._stack.kinds[number],
+            kind=self._decoder.kinds[number],
             before=before,
             after=after,
             query=query,
@@ -242,7 +244,7 @@ class _Reader:
         )
 
     def _params(self, number: int, attention: Any) -> AttentionParams:
-        kind = self._stack.kinds[number]
+        kind = self._decoder.kinds[number]
         sinks = attention.sinks.detach() if kind.sinks else None
         return AttentionParams(float(attention.scaling), kind.window, kind.softcap, sinks)
 
@@ -282,7 +284,7 @@ class _Reader:
         return _norm_spec(module, epsilon, adds_one, not adds_one and kind not in _ROUNDING_LAST)
 
     def _mlp(self, module: Any) -> GatedMLP | None:
-        config, functions = self._stack.config, (getattr(module, name, None) for name in _ACTIVATION)
+        config, functions = self._decoder.config, (getattr(module, name, None) for name in _ACTIVATION)
         function = next((function for function in functions if callable(function)), None)
         names = {name for name, _ in module.named_children()} - set(_ACTIVATION)
         gated = names in ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
@@ -296,8 +298,8 @@ class _Reader:
         return None if function is None else GatedMLP(gate, up, _whole(module.down_proj), activation, function)
 
     def _rope(self, number: int, table: RopeTables) -> tuple[int, bool]:
-        angles = self._stack.rotary.angles(table, number)
-        return (0, True) if angles is None else (angles.cos.shape[-1], not self._stack.rotary.in_pairs)
+        angles = self._decoder.rotary.angles(table, number)
+        return (0, True) if angles is None else (angles.cos.shape[-1], not self._decoder.rotary.in_pairs)
 
 
 def _norm_spec(module: Any, epsilon: float, adds_one: bool, rounds_first: bool) -> NormSpec:
@@ -311,16 +313,16 @@ def _unknown(module: Any, names: set[str]) -> str:
     return f"{type(module).__name__} has {strange[0]}" if strange else ""
 
 
-def _check_attention(stack: DecoderStack) -> None:
-    if any(kind.tempered for kind in stack.kinds):
+def _check_attention(decoder: Decoder) -> None:
+    if any(kind.tempered for kind in decoder.kinds):
         raise UnsupportedArchitecture("queries grow with their position")
-    if getattr(stack.config, "clip_qkv", None):
+    if getattr(decoder.config, "clip_qkv", None):
         raise UnsupportedArchitecture("queries, keys and values are clipped")
-    if stack.shares:
+    if decoder.shares:
         raise UnsupportedArchitecture("layers attend to what others keep")
-    if any(kind.shape.joint for kind in stack.kinds):
+    if any(kind.shape.joint for kind in decoder.kinds):
         raise UnsupportedArchitecture("latents are kept in place of keys and values")
-    if stack.plain_shape is None or not stack.rotary.names:
+    if decoder.plain_shape is None or not decoder.rotary.names:
         raise UnsupportedArchitecture("layers keep keys and values of different shapes")
 
 

@@ -16,7 +16,7 @@ from kvtool.core.model.passes import Pass
 from kvtool.core.native.threads import use_pool
 
 if TYPE_CHECKING:
-    from kvtool.core.model.stack import DecoderStack
+    from kvtool.core.model.decoder import Decoder
 
 RowIndex = slice | torch.Tensor
 
@@ -24,37 +24,37 @@ RowIndex = slice | torch.Tensor
 class HfForward:
     """Passes as of `Forward`; `why` no faster one serves the model."""
 
-    def __init__(self, stack: DecoderStack, why: str) -> None:
-        self._stack, self.why = stack, why
+    def __init__(self, decoder: Decoder, why: str) -> None:
+        self._decoder, self.why = decoder, why
 
     def logits(self, job: Pass, keep: int) -> torch.Tensor:
-        stack, rows = self._stack, cast("Any", keep)
-        if stack.shares:  # given a tensor of rows, the model does not cut its own inputs
+        decoder, rows = self._decoder, cast("Any", keep)
+        if decoder.shares:  # given a tensor of rows, the model does not cut its own inputs
             keep = min(keep, len(job.ids))
-            rows = torch.arange(len(job.ids) - keep, len(job.ids), device=stack.device)
-        head = stack.model.get_output_embeddings().register_forward_pre_hook(
+            rows = torch.arange(len(job.ids) - keep, len(job.ids), device=decoder.device)
+        head = decoder.model.get_output_embeddings().register_forward_pre_hook(
             partial(_last_rows, job, keep), prepend=True
         )
         try:
-            out = self._run(stack.model, job, keep if stack.shares else None, logits_to_keep=rows)
+            out = self._run(decoder.model, job, keep if decoder.shares else None, logits_to_keep=rows)
         finally:
             head.remove()
         logits: torch.Tensor = out.logits[0].float()
         return logits
 
     def fill(self, job: Pass) -> None:
-        self._run(self._stack.base, job, None)
+        self._run(self._decoder.base, job, None)
 
     def _run(self, module: Any, job: Pass, keep: int | None, **more: Any) -> Any:
-        cache, hooks = self._cache(job), _Hooks(self._stack, job, keep)
+        cache, hooks = self._cache(job), _Hooks(self._decoder, job, keep)
         handles = [
             layer.register_forward_pre_hook(partial(hooks.before, number), with_kwargs=True)
-            for number, layer in enumerate(self._stack.layers)
+            for number, layer in enumerate(self._decoder.layers)
         ]
         try:
             with running(job), use_pool(1), suppress(ForwardEnded):
                 ids, positions = job.ids[None], job.positions[None]
-                name = cache_name(self._stack.base)
+                name = cache_name(self._decoder.base)
                 return module(input_ids=ids, position_ids=positions, use_cache=True, **{name: cache}, **more)
         finally:
             for handle in handles:
@@ -62,7 +62,7 @@ class HfForward:
         return None
 
     def _cache(self, job: Pass) -> Any:
-        if not self._stack.keeps_states:
+        if not self._decoder.keeps_states:
             return _PassCache(job)
         cache: Any = job.cache
         cache.running = job
@@ -104,7 +104,7 @@ class _Hooks:
     """Called before each layer of one pass: narrows its rows. KV-sharing layers at a model's end, which attend to what
     earlier layers keep (Gemma 3n, Gemma 4), compute only the last `keep` rows."""
 
-    stack: DecoderStack
+    decoder: Decoder
     job: Pass
     keep: int | None
     indices: torch.Tensor | None = None  # indices into the first layer's rows; None: all
@@ -113,7 +113,7 @@ class _Hooks:
         job = self.job
         if not is_running(job):  # a pass that runs between the layers of this one
             return None
-        self.stack.pause()
+        self.decoder.pause()
         hidden, args = args[0], args[1:]
         if self.indices is not None:
             args, kwargs = _of_rows(args, self.indices), _arguments_of(kwargs, self.indices)
@@ -121,7 +121,7 @@ class _Hooks:
             chosen, job.rows = job.on_layer.choose(layer, *_kv_of(module, hidden, kwargs))
             hidden, args, kwargs = hidden[:, chosen], _of_rows(args, chosen), _arguments_of(kwargs, chosen)
             self.indices = chosen if self.indices is None else self.indices[chosen]
-        if self.keep is not None and layer >= len(self.stack.shapes):
+        if self.keep is not None and layer >= len(self.decoder.shapes):
             rows = slice(-self.keep, None)
             hidden, args, kwargs = hidden[:, rows], _of_rows(args, rows), _arguments_of(kwargs, rows)
             job.rows = job.placed.last(self.keep)
