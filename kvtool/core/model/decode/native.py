@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from functools import cache, partial
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -171,35 +171,24 @@ _models: WeakKeyDictionary[Decoder, Future[CompiledModel | str]] = WeakKeyDictio
 _lock = threading.Lock()
 
 
-def prepare_compiled_model(decoder: Decoder) -> None:
+def prepare_compiled_model(decoder: Decoder) -> Future[CompiledModel | str]:
     """Start to compile a model's code in a thread: 0.1 s. It is not a daemon, since a process that ends must wait for
     LLVM."""
-    if decoder.keeps_states:
-        return
-    _future(decoder, lambda make: threading.Thread(target=make, name="kvtool-decode").start())
-
-
-def compiled_model(decoder: Decoder) -> CompiledModel | str:
-    return _future(decoder, lambda make: make()).result()
-
-
-def _future(decoder: Decoder, run: Callable[[Callable[[], None]], None]) -> Future[CompiledModel | str]:
     with _lock:
-        if (future := _models.get(decoder)) is not None:
-            return future
-        future = _models.setdefault(decoder, Future())
-    run(partial(_make, decoder, future))
+        if (future := _models.get(decoder)) is None:
+            executor = ThreadPoolExecutor(1, "kvtool-decode")
+            future = _models[decoder] = executor.submit(_compile_model, decoder)
+            executor.shutdown(wait=False)
     return future
 
 
-def _make(decoder: Decoder, future: Future[CompiledModel | str]) -> None:
-    try:
-        future.set_result(_made(decoder))
-    except BaseException as error:  # raised where it is waited for
-        future.set_exception(error)
+def compiled_model(decoder: Decoder) -> CompiledModel | str:
+    return prepare_compiled_model(decoder).result()
 
 
-def _made(decoder: Decoder) -> CompiledModel | str:
+def _compile_model(decoder: Decoder) -> CompiledModel | str:
+    if decoder.keeps_states:
+        return "the model keeps states"
     if asked(STEPPER) == "torch":
         return f"{STEPPER} asks for it"
     try:
