@@ -40,7 +40,8 @@ from kvtool.core.codec.levels import RAW, level_of
 from kvtool.core.codec.profile import Profile
 from kvtool.core.common.machine import Arithmetic
 from kvtool.core.common.types import Events, Ids
-from kvtool.core.fusion.loader import StoreSource, open_loader
+from kvtool.core.fusion.loader import StoreSource
+from kvtool.core.fusion.placing import Loader
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
 from kvtool.core.ingest.account import Account
 from kvtool.core.ingest.options import IngestOptions
@@ -250,7 +251,7 @@ def load(
     decoder: Decoder = device  # type: ignore[assignment]
     with (
         store.view(),
-        open_loader(decoder, plan.cached, cache, StoreSource(store, decoder, profiles), None, workers) as loader,
+        Loader(decoder, plan.cached, cache, StoreSource(store, decoder, profiles), None, workers) as loader,
     ):
         for layer in range(device.layer_count):
             loader.wait(layer)

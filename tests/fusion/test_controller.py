@@ -81,27 +81,38 @@ def test_never_below_the_floor_and_never_above_one(floor: float, token: float) -
     assert floor <= ratio <= 1
 
 
-def test_loading_that_takes_no_time_leaves_the_floor() -> None:
-    assert choose(with_speeds=speeds(0.0)).ratio == FLOOR
+EXACT = (Span(40, "exact", "raw"), Span(CHUNK, "exact", "raw"), Span(20, "fresh"))
+HOLES = tuple(Span(span.tokens, "fresh" if span.status == "fresh" else "miss") for span in SPANS)
+
+
+@pytest.mark.parametrize(
+    ("spans", "with_speeds", "expected"),
+    [
+        (SPANS, speeds(), "union"),
+        (SPANS, speeds(1.0), "full"),  # a store this slow is not worth it
+        (SPANS, replace(speeds(1e-4), passes=PassSpeed(1e-3, 1e-7, 0.0)), "full"),
+        (HOLES, speeds(), "prefix"),  # computed and stored; full prefill would leave the holes
+        ((Span(0, "miss"), Span(20, "fresh")), speeds(), "full"),
+        (EXACT, speeds(), "prefix"),
+    ],
+    ids=["usual", "slow store", "fast computing", "nothing cached", "no chunks", "all exact"],
+)
+def test_the_mode_that_is_chosen(spans: tuple[Span, ...], with_speeds: Speeds, expected: str) -> None:
+    found = choose(spans, with_speeds)
+    assert found.fusion == expected
+    assert set(found.expected_ms) == {"full", "prefix", "union"}
+    assert found.expected_ms[expected] == pytest.approx(min(found.expected_ms.values()))
 
 
 def test_a_usual_prompt_is_recomputed_in_part() -> None:
     found = choose()
-    assert (found.fusion, found.level) == ("union", "raw")
+    assert found.level == "raw"
     assert found.ratio == pytest.approx(FLOOR, abs=0.01)
     assert found.expected_ms["union"] < found.expected_ms["prefix"] < found.expected_ms["full"]
-    assert set(found.expected_ms) == {"full", "prefix", "union"}
-
-
-def test_a_slow_store_is_not_worth_it() -> None:
-    found = choose(with_speeds=speeds(1.0))
-    assert (found.fusion, found.ratio, found.level) == ("full", None, None)
-    assert "loses nothing" in found.reasons[-1]
-
-
-def test_fast_computing_needs_no_cache() -> None:
-    fast = replace(speeds(1e-4), passes=PassSpeed(1e-3, 1e-7, 0.0))
-    assert choose(with_speeds=fast).fusion == "full"
+    assert choose(with_speeds=speeds(0.0)).ratio == FLOOR
+    slow = choose(with_speeds=speeds(1.0))
+    assert (slow.ratio, slow.level) == (None, None)
+    assert "loses nothing" in slow.reasons[-1]
 
 
 def test_full_wins_a_tie_and_loses_by_more() -> None:
@@ -113,26 +124,6 @@ def test_full_wins_a_tie_and_loses_by_more() -> None:
         fusions.append(choose(spans, speeds(token)).fusion)
         assert fusions[-1] == ("full" if full <= took * (1 + NOISE) else "union")
     assert set(fusions) == {"full", "union"}
-
-
-def test_nothing_cached_is_computed_and_stored() -> None:
-    """Full prefill would leave the holes."""
-    spans = tuple(Span(span.tokens, "fresh" if span.status == "fresh" else "miss") for span in SPANS)
-    found = choose(spans)
-    assert found.fusion == "prefix"
-    assert found.expected_ms["prefix"] == pytest.approx(found.expected_ms["full"])
-
-
-def test_no_chunks_at_all() -> None:
-    assert choose((Span(0, "miss"), Span(20, "fresh"))).fusion == "full"
-
-
-def test_everything_exact_is_only_loaded() -> None:
-    spans = (Span(40, "exact", "raw"), Span(CHUNK, "exact", "raw"), Span(20, "fresh"))
-    found = choose(spans)
-    assert found.fusion == "prefix"
-    assert found.expected_ms["prefix"] == pytest.approx(found.expected_ms["union"])
-    assert found.expected_ms["prefix"] < found.expected_ms["full"]
 
 
 def test_chunks_of_one_token() -> None:
@@ -165,9 +156,8 @@ def test_the_fastest_level_and_the_finer_one_of_a_tie(coarse: float, expected: s
 
 def test_a_lossy_level_costs_exactness() -> None:
     """A chunk that is exact at raw is recomputed at a lossy level; prefix caching at raw is then as fast."""
-    exact = (Span(40, "exact", "raw"), Span(CHUNK, "exact", "raw"), Span(20, "fresh"))
     lossy = (Span(40, "exact", "raw"), Span(CHUNK, "hit", "2"), Span(20, "fresh"))
-    found = decide({"raw": exact, "2": lossy}, speeds(1e-5, l2=1e-6), mode("union"), LOSSLESS)
+    found = decide({"raw": EXACT, "2": lossy}, speeds(1e-5, l2=1e-6), mode("union"), LOSSLESS)
     assert (found.fusion, found.level) == ("prefix", "raw")
 
 

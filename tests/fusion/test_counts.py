@@ -1,4 +1,4 @@
-"""Counts of computed rows, taken where they are computed."""
+"""Counts of computed rows, taken where they are computed; and the cost of a mode as it states it."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from typing import Any, get_args
 
 import pytest
 
+from kvtool.core.fusion.cost import Cost, LoadSpeed, PassSpeed, PromptRows, Span, Speeds
 from kvtool.core.fusion.engine import Fused
 from kvtool.core.fusion.plan import Plan
-from kvtool.core.fusion.selectors import SELECTORS
+from kvtool.core.fusion.selectors import AUTO, MODES, REFERENCE, SELECTORS, WEIGHED
 from kvtool.core.fusion.selectors.blend import Blend
 from kvtool.core.fusion.selectors.epic import Epic, Link
 from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.fusion.selectors.prefix import Prefix
 from kvtool.core.fusion.selectors.reuse import Reuse
-from tests.fusion.making import BOS, CHUNKS, IDLE, LOSSLESS, NAMES, PREFIX, QUESTION, Case, case, tokens
+from tests.fusion.making import BOS, CHUNKS, IDLE, LOSSLESS, NAMES, PREFIX, QUESTION, Case, SpySource, case, tokens
 
 CONTEXT = sum(map(len, CHUNKS))
-LAYERS, HEADS, KV_HEADS = 4, 4, 2
+LAYERS = 4
 
 
 def adds_up(fused: Fused) -> bool:
@@ -127,3 +128,49 @@ def test_the_lm_head_sees_one_row(monkeypatch: pytest.MonkeyPatch, name: str) ->
     finally:
         handle.remove()
     assert rows == [1] * len(SELECTORS)
+
+
+SPEEDS = Speeds(PassSpeed(0.0, 1.0, 0.0), {"raw": LoadSpeed(0.0, 1.0, 1.0, 1.0)}, LAYERS)
+
+
+def rows_of(plan: Plan) -> PromptRows:
+    return PromptRows([Span.of(segment) for segment in plan.segments], SPEEDS)
+
+
+def read_by(plan: Plan, cost: Cost) -> list[int]:
+    leading, found = True, []
+    for segment in plan.cached:
+        leading = leading and segment.status == "exact"
+        if ("leading" if leading else segment.status) in cost.reads:
+            found.append(segment.start)
+    return found
+
+
+@pytest.mark.some(3)
+@pytest.mark.parametrize("lead_in", [BOS, PREFIX], ids=["bos", "prefix"])
+@pytest.mark.parametrize("name", SELECTORS)
+def test_a_mode_costs_what_it_says(name: str, lead_in: tuple[int, ...]) -> None:
+    llama = case("llama")
+    plan = llama.plan(lead_in=lead_in)
+    prompt = rows_of(plan)
+    for selector in filter(None, (SELECTORS[name](), IDLE.get(name), LOSSLESS.get(name))):
+        source = SpySource(llama.source)
+        fused = llama.fuse(plan, selector, source)
+        cost = selector.cost(prompt)
+        read = {start for _, starts in source.reads for start in starts}
+        assert read <= set(read_by(plan, cost))
+        assert read == {segment.start for segment in selector.reads(plan, LAYERS)}
+        whole = sum(len(one.ids) for one in plan.cached if one.start not in read_by(plan, cost))
+        stated = fused.tokens.fresh + (whole if cost.computes else 0) + cost.overlapped + cost.after
+        computed = sum(fused.tokens.rows) / LAYERS
+        # A mode that narrows ranks rows at the head of a layer, which counts for the whole of it.
+        assert computed <= stated <= computed + (prompt.hits if selector.narrowing(plan, LAYERS) else 0)
+
+
+def test_the_registry() -> None:
+    assert [kind.name for kind in SELECTORS.values()] == [*MODES]
+    assert WEIGHED in MODES
+    assert SELECTORS[WEIGHED].knob == "ratio"
+    assert SELECTORS[REFERENCE].lossless
+    assert not SELECTORS[REFERENCE].uses_cache
+    assert AUTO not in MODES

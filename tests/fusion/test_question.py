@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 from kvtool.core.fusion.cost import MOST_ASKING
 from kvtool.core.fusion.engine import question_attention
-from kvtool.core.fusion.loader import open_loader
+from kvtool.core.fusion.placing import Loader
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors.base import Pooling
 from kvtool.core.fusion.selectors.infoflow import Infoflow
@@ -43,7 +43,7 @@ CONTEXT = sum(map(len, CHUNKS))
 def ours(one: Case, plan: Plan, layers: range, pooling: Pooling = "rows") -> torch.Tensor:
     cache = one.decoder.new_cache(plan.length)
     cache.set_length(plan.length)
-    with open_loader(one.decoder, plan.cached, cache, one.source) as loader:
+    with Loader(one.decoder, plan.cached, cache, one.source) as loader:
         return question_attention(one.decoder, plan, cache, loader, layers, pooling)
 
 

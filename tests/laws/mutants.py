@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvtool.core.fusion import loader
-from kvtool.core.fusion.loader import DiskLoader
+from kvtool.core.fusion import placing
+from kvtool.core.fusion.placing import Loader
 from kvtool.core.kernels.attention import dispatch, eager
 from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
 from kvtool.core.kernels.rope import CosSin
@@ -21,35 +21,35 @@ from kvtool.core.model.rope import Copy, RopeJob, Rotary
 
 def keys_rotated_twice(patch: pytest.MonkeyPatch) -> None:
     """The loader rotates every cached key once more."""
-    load = DiskLoader.load
+    load = Loader.load
 
-    def twice(self: DiskLoader, layer: int, *worker: Any) -> None:
+    def twice(self: Loader, layer: int, *worker: Any) -> None:
         load(self, layer, *worker)
         for segment in self.segments:
             span = self.cache.buffers[layer].keys[:, :, segment.start : segment.stop]
             span.copy_(self.decoder.rotary.rotate(span, self.table[segment.start : segment.stop], layer))
 
-    patch.setattr(DiskLoader, "load", twice)
+    patch.setattr(Loader, "load", twice)
 
 
 def positions_off_by_one(patch: pytest.MonkeyPatch) -> None:
     """The loader puts every cached key one position too far."""
-    positions_of = loader.positions_of
-    patch.setattr(loader, "positions_of", lambda segments, device: positions_of(segments, device) + 1)
+    positions_of = placing.positions_of
+    patch.setattr(placing, "positions_of", lambda segments, device: positions_of(segments, device) + 1)
 
 
 def latents_rotated(patch: pytest.MonkeyPatch) -> None:
     """The loader turns a cached latent's first numbers, too, as if they carried the position."""
-    load = DiskLoader.load
+    load = Loader.load
 
-    def turned(self: DiskLoader, layer: int, *worker: Any) -> None:
+    def turned(self: Loader, layer: int, *worker: Any) -> None:
         load(self, layer, *worker)
         buffer = self.cache.buffers[layer]
         for segment in self.segments:
             span = buffer.values[:, :, segment.start : segment.stop, : buffer.shape.key_dim]
             span.copy_(self.decoder.rotary.rotate(span, self.table[segment.start : segment.stop], layer))
 
-    patch.setattr(DiskLoader, "load", turned)
+    patch.setattr(Loader, "load", turned)
 
 
 def rotation_of_wrong_sign(patch: pytest.MonkeyPatch) -> None:
@@ -88,7 +88,7 @@ def chunks_see_their_own_future(patch: pytest.MonkeyPatch) -> None:
 
 
 def nobody_waits(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DiskLoader, "wait", lambda self, layer, meanwhile=None: None)
+    patch.setattr(Loader, "wait", lambda self, layer, meanwhile=None: None)
 
 
 def _scored_otherwise(patch: pytest.MonkeyPatch, **change: Any) -> None:

@@ -15,7 +15,6 @@ from kvtool.core.fusion.engine import Fused
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.fusion.selectors.reuse import Reuse
-from kvtool.core.model import decode
 from kvtool.core.model.generate import (
     Generated,
     Sampling,
@@ -29,9 +28,10 @@ from kvtool.core.model.generate import (
     stop_ids,
 )
 from kvtool.core.model.options import SamplingOptions
-from kvtool.core.model.tokens import TextStream, encode
+from kvtool.core.model.tokens import encode
 from tests.families import tiny_model
 from tests.fusion.making import BOS, NAMES, Case, case, decoder_of, plain_model, sampling, tokenizer
+from tests.model.test_repeats import streamed
 
 GREEDY = Sampling.greedy(16)
 
@@ -72,50 +72,22 @@ def test_a_checkpoints_habits_do_not_change_the_answer() -> None:
     assert found.ids == by_hand(own, own.fuse(plan, Reuse()), 16)
 
 
-@pytest.fixture
-def scripted(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Let generation return the given ids, whatever the model computes."""
-
-    def say(ids: list[int], **options: Any) -> tuple[Generated, list[str]]:
-        shared = case("llama")
-        monkeypatch.setattr(decode, "compiled_model", lambda _: "the model's own forward is to say them")
-        fused = shared.fuse(shared.plan(lead_in=BOS), Reuse(), reserve=len(ids))
-        rest = iter([*ids[1:], *[1] * 100])
-        real = shared.decoder.extend
-
-        def extend(*given: Any) -> torch.Tensor:
-            logits = torch.zeros_like(real(*given))
-            logits[..., next(rest)] = 50
-            return logits
-
-        monkeypatch.setattr(shared.decoder, "extend", extend)
-        pieces: list[str] = []
-        most = options.pop("max_tokens", len(ids))
-        found = generate(shared.decoder, fused.cache, ids[0], Sampling.greedy(most), pieces.append)
-        monkeypatch.undo()
-        return found, pieces
-
-    return say
-
-
 @pytest.mark.parametrize(
     "text", ["plain words", "첫 방앗간은 1874년에", "🙂🙃 naïve — 東京", "ends with é", "\n\n two  spaces"]
 )
-def test_pieces_join_to_the_text(scripted: Any, text: str) -> None:
-    ids = encode(tokenizer(), text)
-    found, pieces = scripted(ids)
-    assert found.ids == tuple(ids)
-    assert found.text == text == "".join(pieces)
+def test_pieces_join_to_the_text(text: str) -> None:
+    stream, pieces = streamed(text)
+    assert stream.text == text == "".join(pieces)
     assert all(piece and "\ufffd" not in piece for piece in pieces)
     if text.isascii():
-        assert len(pieces) == len(ids)
+        assert len(pieces) == len(stream.ids)
 
 
-def test_a_character_that_is_never_finished_is_left_out(scripted: Any) -> None:
+def test_a_character_that_is_never_finished_is_left_out() -> None:
     ids = encode(tokenizer(), "ok 🙂")[:-1]
-    found, pieces = scripted(ids)
-    assert found.text == "".join(pieces) == "ok "
-    assert found.ids == tuple(ids)
+    stream, pieces = streamed(ids)
+    assert stream.text == "".join(pieces) == "ok "
+    assert stream.ids == ids
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -123,27 +95,24 @@ def test_a_long_answers_text_is_that_of_all_its_tokens(seed: int) -> None:
     """Random tokens: parts of characters and invalid bytes occur anywhere."""
     chance = random.Random(seed)
     ids = [chance.randrange(5, 512) for _ in range(300)] + encode(tokenizer(), "강가의 첫 방앗간은 river ") * 8
-    pieces: list[str] = []
-    stream = TextStream(tokenizer(), set(), pieces.append)
-    for token in ids:
-        stream.add(token)
-    stream.end()
+    stream, pieces = streamed(ids, stop_repeats=False)
     assert stream.text == "".join(pieces) == tokenizer().decode(ids, skip_special_tokens=True).rstrip("\ufffd")
 
 
 @pytest.mark.parametrize("text", ["two words", ""])
-def test_an_end_token_ends_it(scripted: Any, text: str) -> None:
+def test_an_end_token_ends_it(text: str) -> None:
     ids = encode(tokenizer(), text)
-    found, pieces = scripted([*ids, 1, *ids, 40], max_tokens=50)
-    assert (found.text, found.ids) == (text, tuple(ids))
+    stream, pieces = streamed([*ids, 1, *ids, 40], ends=frozenset({1}))
+    assert (stream.text, stream.ids, stream.ended_by) == (text, ids, 1)
     assert "".join(pieces) == text
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_no_more_than_max_tokens(scripted: Any, count: int) -> None:
-    ids = encode(tokenizer(), "many many words that go on and on")
-    found, _ = scripted(ids, max_tokens=count)
-    assert found.ids == tuple(ids[:count])
+def test_no_more_than_max_tokens(count: int) -> None:
+    shared = case("llama")
+    found = answer(shared, shared.fuse(shared.plan(lead_in=BOS), Reuse()), Sampling.greedy(count))
+    assert found.ids == by_hand(shared, shared.fuse(shared.plan(lead_in=BOS), Reuse()), count)
+    assert (len(found.ids), found.finish) == (count, "length")
 
 
 @pytest.mark.parametrize("most", [1, 2, 5, 16, 40])

@@ -6,14 +6,12 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from kvtool.core.errors import ModelError
 from kvtool.core.model.hf.attention import IMPLEMENTATION
 from kvtool.core.model.hf.mla import Latents
 from kvtool.core.model.kinds import KVShape
 from samples.benchmarks.bench.plain import attention_of_transformers
-from samples.benchmarks.bench.shapes import shape_config
 from tests.families import FAMILIES, tiny_model
 from tests.fusion.making import CHUNKS, PREFIX, QUESTION, case, decoder_of, distance, plain_logits
 from tests.spying import calls_of
@@ -79,14 +77,3 @@ def test_what_is_not_known_is_refused() -> None:
     attention.kv_b_proj.bias = torch.nn.Parameter(torch.zeros(attention.kv_b_proj.out_features))
     with pytest.raises(ModelError, match=r"expands its latents.*; that would need"):
         Latents(attention, IMPLEMENTATION)
-
-
-@pytest.mark.slow
-def test_bytes_a_token_of_deepseek_v2_lite() -> None:
-    """576 numbers a layer; its keys and values, expanded, would be 5,120. What else it has is made small."""
-    config = shape_config("deepseek-v2-lite")
-    config.update({"hidden_size": 32, "intermediate_size": 16, "moe_intermediate_size": 16, "vocab_size": 64})
-    config.update({"n_routed_experts": 2, "num_experts_per_tok": 1})
-    decoder = decoder_of(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
-    assert decoder.shapes == (KVShape(1, 64, 512, joint=True),) * 27
-    assert decoder.kv_bytes(1) == 27 * 576 * 2 == 31_104

@@ -15,11 +15,13 @@ KOREAN = "천문대는 언덕 위에 서 있으며 해마다 많은 사람이 �
 JAPANESE = "天文台は丘の上に立っていて毎年多くの人がそこを訪れます。"
 
 
-def streamed(text: str, stops: Sequence[str] = (), stop_repeats: bool = True) -> tuple[TextStream, list[str]]:
-    """Say a text token by token, as long as it is not ended."""
+def streamed(
+    text: str | list[int], stops: Sequence[str] = (), stop_repeats: bool = True, ends: frozenset[int] = frozenset()
+) -> tuple[TextStream, list[str]]:
+    """Say a text, or tokens, token by token, as long as it is not ended."""
     pieces: list[str] = []
-    stream = TextStream(tokenizer(), set(), pieces.append, stops, stop_repeats)
-    for token in encode(tokenizer(), text):
+    stream = TextStream(tokenizer(), {*ends}, pieces.append, stops, stop_repeats)
+    for token in encode(tokenizer(), text) if isinstance(text, str) else text:
         if stream.ended:
             break
         stream.add(token)

@@ -284,7 +284,6 @@ _CUDA: dict[str, Any] = {
     "Stream": streams.new,
     "Event": streams.Event,
     "CUDAGraph": streams.Graph,
-    "graph_pool_handle": lambda: (0, 1),
     "stream": streams.on,
     "current_stream": streams.current,
     "synchronize": streams.finish,

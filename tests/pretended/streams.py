@@ -95,7 +95,7 @@ class Graph:
         self.works: list[Work] = []
         self.broken = False
 
-    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+    def capture_begin(self, capture_error_mode: str = "global") -> None:
         if current() is _default:
             raise RuntimeError("a capture needs a stream beside the default one")
         _here.graph = self

@@ -55,14 +55,6 @@ class ChunkCache(KVSource):
         added = iter(copies)
         return [next(added) if kv is None else kv for kv in kvs]
 
-    def whole(self, segments: Sequence[Segment], layers: int) -> list[list[LayerKV]] | None:
-        if self._device is None:
-            return None
-        with self._lock:
-            kvs = [[self._get(segment, layer) for segment in segments] for layer in range(layers)]
-        whole = [[kv for kv in layer if kv is not None and kv[0].is_cuda] for layer in kvs]
-        return whole if all(len(layer) == len(segments) for layer in whole) else None
-
     def hold(self, segment: Segment, layers: Sequence[LayerKV]) -> None:
         copies = self._copies(layers)
         with self._lock:

@@ -15,7 +15,8 @@ from torch.nn.functional import pad
 
 from kvtool.core.common.timeline import Timeline, add_span
 from kvtool.core.fusion.cost import MOST_ASKING
-from kvtool.core.fusion.loader import KVSource, Loader, RecordMissing, open_loader
+from kvtool.core.fusion.loader import KVSource, RecordMissing
+from kvtool.core.fusion.placing import Loader
 from kvtool.core.fusion.plan import Plan, Segment
 from kvtool.core.fusion.selectors.base import Pooling, QuestionWatch, Selector
 from kvtool.core.fusion.shift import Shift, Shifted
@@ -125,14 +126,13 @@ def fuse_into(
     # A segment with more rows in the plan than in the store is computed at every layer.
     candidates = selector.reads(plan, decoder.stored_layers)
     loaded = [segment for segment in candidates if segment.placed_rows == segment.source.stored_rows]
-    with open_loader(decoder, loaded, cache, source, timeline, patience=patience) as loader:
+    with Loader(decoder, loaded, cache, source, timeline, patience=patience) as loader:
         rows, done, asking_s = _first_rows(decoder, plan, selector, cache, loader, timeline)
         shift = Shift(decoder, plan, cache, loader, selector.shift)
         recompute = RecomputePass(decoder, plan, selector, cache, loader, rows, cached, shift, timeline)
         ids = plan.ids
         tokens = [ids[row] for row in rows.order]
-        at = plan.positions[rows.order].to(decoder.device) if plan.dropped else None
-        logits = decoder.compute(tokens, rows, cache, position_ids=at, on_layer=recompute)[-1]
+        logits = decoder.compute(tokens, rows, cache, on_layer=recompute)[-1]
         recompute.end()
     if logits.is_cuda:  # the caller reads them next in any case; so times are those of the work, not of its launch
         torch.cuda.current_stream(logits.device).synchronize()
@@ -197,8 +197,7 @@ def question_attention(
     tokens = [ids[row] for row in rows.order]
     wait = partial(loader.wait, meanwhile=decoder.pause)
     watch = QuestionWatch(rows, count, layers, plan.length, pooling, ends, wait)
-    at = plan.positions[rows.order].to(decoder.device) if plan.dropped else None
-    decoder.fill_cache(tokens, rows, cache, at, watch)
+    decoder.fill_cache(tokens, rows, cache, watch)
     return pad(watch.mean.cpu(), (0, length - plan.length))
 
 

@@ -1,7 +1,7 @@
-"""Places a layer's keys and values in the prompt's buffers, keys rotated: in main memory, or on a GPU.
+"""Loads layers ahead of the compute: reads and decodes them, and places them in the prompt's buffers, keys rotated.
 
-On a GPU a separate CUDA stream does the work. Records are read into pinned memory and uploaded as their bytes are, in
-one copy with the table that says where each one is; one launch rotates the keys and scatters all rows
+On a GPU a separate CUDA stream places them. Records are read into pinned memory and uploaded as their bytes are, in one
+copy with the table that says where each one is; one launch rotates the keys and scatters all rows
 (`kernels/rope_triton.py`). Without Triton, and for a model that rotates in another way, torch's operations do.
 """
 
@@ -9,25 +9,194 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TypeAlias
+from functools import cached_property
+from types import TracebackType
+from typing import Self, TypeAlias
 
 import numpy as np
 import torch
 
 from kvtool.core.codec.base import LayerKV
+from kvtool.core.common.timeline import Timeline, add_span
+from kvtool.core.fusion.loader import KVSource, ReadStats, RecordMissing
 from kvtool.core.fusion.plan import Segment
 from kvtool.core.kernels import rope_triton
 from kvtool.core.kernels.rope import RopeTables
 from kvtool.core.kernels.rope_triton import Piece, Side
-from kvtool.core.model.prompt_cache import BufferLayer
+from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.prompt_cache import BufferLayer, PromptCache
 from kvtool.core.model.rope import Copy, RopeJob, Rotary
 
+_MOST_WORKERS = 4
+_CORES_A_WORKER = 4  # the rest compute
+_LOOKS = 0.02  # seconds between two looks at a slow record
+_ENVELOPE_BYTES = 256  # at most, around a record's payload: header, alignment, and its line in a layer's table
 _ALIGN = 64
 _LEAST, _MOST = 2**16, 2**25  # bytes of a block, unless a record is larger: pinned memory comes in powers of two
+
+
+def default_workers() -> int:
+    return max(1, min(_MOST_WORKERS, (os.cpu_count() or 1) // _CORES_A_WORKER))
+
+
+def positions_of(segments: Sequence[Segment], device: str) -> torch.Tensor:
+    """The position of each place up to the last one of `segments`, int64 `[places]`."""
+    positions = torch.arange(max((segment.stop for segment in segments), default=0), device=device)
+    for segment in segments:
+        if segment.position != segment.start or segment.placed_rows is not None:
+            positions[segment.start : segment.stop] = torch.tensor(segment.positions)
+    return positions
+
+
+class Loader:
+    """Fills a prompt cache layer by layer, in threads, each of which holds one layer's records at a time, in the order
+    of their chunks' relevance; every key is rotated once, to its absolute position. Without segments it has no threads.
+    `workers`: number of threads. `patience`: seconds to wait for one record; None: no limit. `waited_s`: seconds that
+    the compute waited."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        segments: Sequence[Segment],
+        cache: PromptCache,
+        source: KVSource,
+        timeline: Timeline | None = None,
+        workers: int | None = None,
+        patience: float | None = None,
+    ) -> None:
+        self.segments = sorted(segments, key=lambda segment: -segment.source.relevance)
+        self.decoder, self.cache, self.waited_s = decoder, cache, 0.0
+        self._lock = threading.Lock()
+        workers = min(workers or default_workers(), decoder.stored_layers) if segments else 0
+        if segments and decoder.device.startswith("cuda"):
+            _ = self.table  # made by the compute stream, for which the streams of the threads wait
+        self._placings = [_placing_for(decoder, segments) for _ in range(workers)]
+        self._stats = [ReadStats(allocate=placing.allocate) for placing in self._placings]
+        self._source, self._timeline, self._patience = source, timeline, patience
+        self._layers = iter(range(decoder.stored_layers))  # which the threads share
+        self._ready = [threading.Event() for _ in range(decoder.stored_layers)] if segments else []
+        self._placed: dict[int, torch.cuda.Event] = {}
+        self._error: BaseException | None = None
+        self._stopped = self._given_up = False
+        self._threads = [
+            threading.Thread(target=self._run, args=worker, name="kvtool-loader", daemon=True)
+            for worker in zip(self._placings, self._stats, strict=True)
+        ]
+
+    @property
+    def table(self) -> RopeTables:
+        """RoPE of all places up to the last loaded one, made at the first use."""
+        with self._lock:
+            return self._table
+
+    @cached_property
+    def _table(self) -> RopeTables:
+        return self.decoder.rotary.table(positions_of(self.segments, self.decoder.device))
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._stopped = True
+        self._given_up = error is not None
+        # A thread in the middle of a slow read ends after it; the buffers it fills are given up.
+        slow = isinstance(error, RecordMissing) and error.stored
+        for thread, placing in zip(self._threads, self._placings, strict=True):
+            if not slow:
+                thread.join()
+            if self._given_up and not thread.is_alive():
+                placing.finish()
+        if not self._given_up:
+            for event in self._placed.values():  # then nothing that was read is needed any more
+                event.wait()
+
+    def wait(self, layer: int, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Wait until `layer` is in the buffers, and call `meanwhile` now and then. Raises a loading thread's error."""
+        if self._ready and not self._ready[layer].is_set():
+            started = time.perf_counter()
+            while not self._ready[layer].wait(_LOOKS):
+                meanwhile()
+                self._give_up_slow()
+            self.waited_s += add_span(self._timeline, "wait", started, layer=layer)
+        if self._error is not None:
+            raise self._error
+        if (event := self._placed.pop(layer, None)) is not None:
+            event.wait()
+
+    @property
+    def stats(self) -> ReadStats:
+        return ReadStats(
+            bytes_read=sum(stats.bytes_read for stats in self._stats),
+            read_s=sum(stats.read_s for stats in self._stats),
+            decode_s=sum(stats.decode_s for stats in self._stats),
+        )
+
+    def placing_s(self) -> tuple[float, float]:
+        """Seconds of uploading and of rotating, of all threads together."""
+        seconds = [placing.seconds() for placing in self._placings]
+        return sum(upload for upload, _ in seconds), sum(rotate for _, rotate in seconds)
+
+    def _give_up_slow(self) -> None:
+        """Raise RecordMissing if reading a record exceeds the patience; decoding may take longer."""
+        now = time.perf_counter()
+        for reading in (stats.reading for stats in self._stats):
+            if self._patience is not None and reading is not None and now - reading[1] >= self._patience:
+                raise RecordMissing(reading[0], f"slow: not read within {self._patience:g} s", stored=True)
+
+    def _run(self, placing: Placing, stats: ReadStats) -> None:
+        try:
+            with torch.inference_mode(), placing.at_work():
+                for layer in self._layers:
+                    self.load(layer, placing, stats)
+                    self._ready[layer].set()
+                    if self._stopped or self._error is not None:
+                        break
+        except BaseException as error:  # handed to the thread that waits
+            self._error = error
+            for ready in self._ready:
+                ready.set()
+        if self._given_up:
+            placing.finish()
+
+    def load(self, layer: int, placing: Placing, stats: ReadStats) -> None:
+        """Read one layer and place it, in a thread."""
+        started = time.perf_counter()
+        layers = [*map(_part, self.segments, self._source.read(self.segments, layer, stats))]
+        add_span(self._timeline, "read and decode", started, layer=layer)
+        if self._stopped:
+            return
+        started = time.perf_counter()
+        event = placing.place(self.segments, layers, self.cache.buffers[layer], self.table, layer)
+        if event is not None:
+            self._placed[layer] = event
+        add_span(self._timeline, "upload and rotate", started, layer=layer)
+
+
+def _part(segment: Segment, kv: LayerKV) -> LayerKV:
+    if (part := segment.source.part) is None:
+        return kv
+    keys, values = (side[:, part.first : part.stop].contiguous() for side in kv)
+    return keys, values
+
+
+def _placing_for(decoder: Decoder, segments: Sequence[Segment]) -> Placing:
+    tokens = sum(segment.stop - segment.start for segment in segments)
+    widest = max(shape.numbers for shape in decoder.shapes)
+    layer_bytes = widest * decoder.kv_dtype.itemsize * tokens + _ENVELOPE_BYTES * len(segments)
+    if not decoder.device.startswith("cuda"):
+        return Placing(decoder.rotary, layer_bytes)
+    compute = torch.cuda.current_stream(decoder.device)
+    stream = torch.cuda.Stream(compute.device)
+    stream.wait_stream(compute)
+    return CudaPlacing(decoder.rotary, layer_bytes, stream)
 
 
 @dataclass(slots=True)
@@ -136,6 +305,9 @@ class Placing:
         """Wait until no source tensor is read any more."""
 
 
+# ---- on a GPU ----
+
+
 Moments: TypeAlias = "tuple[torch.cuda.Event, torch.cuda.Event, torch.cuda.Event]"  # begun, uploaded, placed
 
 
@@ -174,25 +346,9 @@ class CudaPlacing(Placing):
         layers = _staged(layers, staging := self._staging())
         if all(side.is_cuda for kv in layers for side in kv):
             staging.clear()  # these records were decoded on the device
-        if self._by_kernel and fits(layers, buffer):
-            moments = self._launch(segments, [layers], [buffer], table, layer)
-        else:
-            moments = self._put(segments, layers, buffer, table, layer)
-        return self._placed(started, layers, moments)
-
-    def place_all(
-        self,
-        segments: Sequence[Segment],
-        layers: Sequence[Sequence[LayerKV]],
-        buffers: Sequence[BufferLayer],
-        table: RopeTables,
-    ) -> None:
-        """Place all layers, which are on the device and fit, with one table for all launches."""
-        started = time.perf_counter()
-        self._placed(started, [kv for kvs in layers for kv in kvs], self._launch(segments, layers, buffers, table))
-
-    def _placed(self, started: float, read: Sequence[LayerKV], moments: Moments) -> torch.cuda.Event:
-        self._memories[0].read, self._memories[0].placed = read, moments[2]
+        by_kernel = self._by_kernel and _fits(layers, buffer)
+        moments = (self._launch if by_kernel else self._put)(segments, layers, buffer, table, layer)
+        staging.read, staging.placed = layers, moments[2]
         self._memories.reverse()
         self._moments.append(moments)
         self.upload_s += time.perf_counter() - started
@@ -203,18 +359,13 @@ class CudaPlacing(Placing):
             memory.clear()
 
     def _launch(
-        self,
-        segments: Sequence[Segment],
-        layers: Sequence[Sequence[LayerKV]],
-        buffers: Sequence[BufferLayer],
-        table: RopeTables,
-        first: int = 0,
+        self, segments: Sequence[Segment], layers: Sequence[LayerKV], buffer: BufferLayer, table: RopeTables, layer: int
     ) -> Moments:
-        """Place layers from `first` on, in one launch each; their records and the pieces' table cross in one copy."""
+        """Place a layer in one launch; its records and the pieces' table cross in one copy."""
         staging = self._memories[0]
-        shape = len(layers), len(segments), rope_triton.FIELDS
+        shape = len(segments), rope_triton.FIELDS
         rows = np.frombuffer(staging.allocate(8 * math.prod(shape), _LEAST), np.int64).reshape(shape)
-        targets = staging.targets(buffers[0].keys.device)
+        targets = staging.targets(buffer.keys.device)
         addresses = [target.data_ptr() for target in targets]
 
         def side(numbers: torch.Tensor) -> Side:
@@ -223,19 +374,16 @@ class CudaPlacing(Placing):
 
         pieces = [
             Piece(side(keys), side(values), segment.start, segment.stop - segment.start)
-            for kvs in layers
-            for segment, (keys, values) in zip(segments, kvs, strict=True)
+            for segment, (keys, values) in zip(segments, layers, strict=True)
         ]
-        rows[:] = rope_triton.described(pieces).reshape(shape)
+        rows[:] = rope_triton.described(pieces)
         start_event = self._now()
         staging.upload(targets)
         uploaded = self._now()
         (angles,) = table.by_name.values()
-        turns = angles.cos[0], angles.sin[0]
-        there = _there(torch.from_numpy(rows), staging, targets).unbind()
-        for number, buffer in enumerate(buffers):
-            cos, sin = turns if self._rotary.rotates(first + number) else (None, None)
-            rope_triton.place(rows[number], there[number], buffer.keys, buffer.values, cos, sin)
+        cos, sin = (angles.cos[0], angles.sin[0]) if self._rotary.rotates(layer) else (None, None)
+        there = _there(torch.from_numpy(rows), staging, targets)
+        rope_triton.place(rows, there, buffer.keys, buffer.values, cos, sin)
         return start_event, uploaded, self._now()
 
     def _put(
@@ -261,7 +409,7 @@ class CudaPlacing(Placing):
         return moment
 
 
-def fits(layers: Sequence[LayerKV], buffer: BufferLayer) -> bool:
+def _fits(layers: Sequence[LayerKV], buffer: BufferLayer) -> bool:
     """Tell whether one launch can place a layer's keys and values."""
     sides = ((side, there) for kv in layers for side, there in zip(kv, (buffer.keys, buffer.values), strict=True))
     return all(rope_triton.fits(side, there) for side, there in sides)

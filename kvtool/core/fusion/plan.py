@@ -1,4 +1,5 @@
-"""Plan a prompt: segments at absolute positions, each with the KV that is stored of it."""
+"""Plan a prompt: segments at absolute positions, each with the KV that is stored of it; and estimate what a fusion mode
+reads and computes for it, and its time on this machine. `session/speeds.py` measures the speeds."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kvtool.core.codec.base import LayerKV
-from kvtool.core.fusion.loader import Loader
+from kvtool.core.fusion.placing import Loader
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.kernels.rope import RopeTables
 from kvtool.core.kernels.shift import ShiftKernel, ShiftSpans, shift_kernel

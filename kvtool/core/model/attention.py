@@ -44,6 +44,13 @@ class QueryRows:
         """Number of keys that all rows see without a window."""
         return sum(self.order) + len(self.order)
 
+    @property
+    def positions(self) -> torch.Tensor:
+        if self.position_ids is None:
+            return self.places
+        positions = torch.tensor([self.position_ids[place] for place in self.order])
+        return positions.to(self.places.device, non_blocking=True)
+
     def last(self, count: int) -> QueryRows:
         return replace(self, places=self.places[-count:], order=self.order[-count:], dense=False, _seen={})
 
@@ -114,9 +121,12 @@ class AttentionRows(Protocol):
 
 
 class PlacedRows(AttentionRows, Protocol):
-    """`places`: in the prompt, int64 `[rows]` on the model's device."""
+    """`places` in the prompt, and rotary `positions`: int64 `[rows]` on the model's device."""
 
     @property
     def places(self) -> torch.Tensor: ...
+
+    @property
+    def positions(self) -> torch.Tensor: ...
 
     def last(self, count: int) -> PlacedRows: ...

@@ -128,16 +128,13 @@ class Decoder:
         rows: PlacedRows,
         cache: PromptCache,
         keep: int = 1,
-        position_ids: torch.Tensor | None = None,
         on_layer: OnLayer = NOTHING,
     ) -> torch.Tensor:
         """Compute rows of a prompt over its cache; return logits of the last `keep` rows, float32 `[keep, vocabulary]`.
-        Of `tokens` on the device nothing is read on the host. `position_ids`: rotary positions `[rows]` on the device,
-        where they are not the rows' places."""
+        Of `tokens` on the device nothing is read on the host."""
         ids = tokens if isinstance(tokens, torch.Tensor) else self.device_ids(tokens)
-        positions = rows.places if position_ids is None else position_ids
         with out_of_memory_hint(len(ids)):
-            return self.forward.logits(Pass(ids, rows, positions, cache, on_layer), keep)
+            return self.forward.logits(Pass(ids, rows, rows.positions, cache, on_layer), keep)
 
     @torch.inference_mode()
     def fill_cache(
@@ -145,14 +142,12 @@ class Decoder:
         tokens: Sequence[int],
         rows: PlacedRows,
         cache: PromptCache,
-        position_ids: torch.Tensor | None = None,
         on_layer: OnLayer = NOTHING,
         exact: bool = False,
     ) -> None:
         """Compute rows of a prompt up to the keys and values of the last layer."""
-        positions = rows.places if position_ids is None else position_ids
         with out_of_memory_hint(len(tokens)):
-            self.forward.fill(Pass(self.device_ids(tokens), rows, positions, cache, on_layer, exact))
+            self.forward.fill(Pass(self.device_ids(tokens), rows, rows.positions, cache, on_layer, exact))
 
     def prefill_stored(self, ids: Sequence[int]) -> PromptCache:
         """Prefill what a store keeps, or what is before it (`Pass.exact`)."""
@@ -173,22 +168,19 @@ class Decoder:
 
     def extend(self, ids: Sequence[int], cache: PromptCache) -> torch.Tensor:
         """Append `ids` to the cache; return logits after each, float32 `[len(ids), vocabulary]`."""
-        rows, at = self._behind(cache, len(ids))
-        return self.compute(ids, rows, cache, keep=len(ids), position_ids=at)
+        return self.compute(ids, self._next_rows(cache, len(ids)), cache, keep=len(ids))
 
     def append(self, ids: Sequence[int], cache: PromptCache) -> None:
         """Append `ids` to the cache as `extend` does, without the LM head, in pieces: memory is bounded, and other
         passes may run between two layers of each."""
         for start in range(0, len(ids), _PIECE):
             piece = ids[start : start + _PIECE]
-            rows, at = self._behind(cache, len(piece))
-            self.fill_cache(piece, rows, cache, at)
+            self.fill_cache(piece, self._next_rows(cache, len(piece)), cache)
 
-    def _behind(self, cache: PromptCache, count: int) -> tuple[QueryRows, torch.Tensor | None]:
+    def _next_rows(self, cache: PromptCache, count: int) -> QueryRows:
         start = cache.buffers[0].length
         cache.set_length(start + count)
-        rows = QueryRows.of(torch.arange(start, start + count), self.device, cache.position_ids)
-        return rows, rows.places + cache.dropped if cache.dropped else None
+        return QueryRows.of(torch.arange(start, start + count), self.device, cache.position_ids)
 
     @property
     def rotary(self) -> Rotary:

@@ -1,4 +1,5 @@
-"""Forward pass: the loop over a model's layers, the same on every device."""
+"""Forward pass: its rows and their attention, what is called between its layers, and the loop over the layers, the same
+on every device. `kernels/attention/dispatch.py` chooses the backend that computes attention."""
 
 from __future__ import annotations
 

@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from kvtool.core.model.hf.states import StateCache, StateLayer
 
 
+# Asked without importing transformers.
+
+
 def is_recurrent(cache: PromptCache | None) -> TypeGuard[StateCache]:
     return cache is not None and cache.is_recurrent
 

@@ -1,4 +1,5 @@
-"""Model spec: what each layer of a model computes, read once off its modules, for every fast path alike.
+"""What each layer of a model is. Its kind: how keys are positioned, how far back a row sees, how scores are shaped. Its
+spec: what it computes, read once off its modules, for every fast path alike.
 
 A layer has a spec if every module of it is known here. Before a fast path serves, `check_trial` compares its numbers
 with those of the model's own forward.

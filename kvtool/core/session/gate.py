@@ -183,7 +183,7 @@ class _Prompts:
         cache.set_length(len(ids))
         with torch.inference_mode():
             moved = torch.arange(SHIFT, SHIFT + len(ids), device=decoder.device)
-            decoder.compute(ids, QueryRows.of(torch.arange(len(ids)), decoder.device), cache, position_ids=moved)
+            decoder.compute(ids, QueryRows.of(torch.arange(len(ids)), decoder.device, moved.tolist()), cache)
             table = decoder.rotary.table(moved[len(self._prefix) :])
             stored = self._kv[b"%d" % number].keys
             worst = 0.0

@@ -15,7 +15,8 @@ from kvtool.core.common.machine import cores, cpu_name, is_busy
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.chunk_cache import held_on
 from kvtool.core.fusion.cost import MEMORY, LoadSpeed, PassSpeed, Speeds, fit, fit_pass, read_numbers
-from kvtool.core.fusion.loader import KVSource, MemorySource, RecordMissing, StoreSource, open_loader
+from kvtool.core.fusion.loader import KVSource, MemorySource, RecordMissing, StoreSource
+from kvtool.core.fusion.placing import Loader
 from kvtool.core.fusion.plan import Candidate, Segment, with_stored_rows
 from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.prefill import ChunkKV
@@ -274,7 +275,7 @@ def _load(decoder: Decoder, source: KVSource, chunks: Sequence[Candidate]) -> _L
     decoder.pause()
     busy, started = time.process_time(), time.perf_counter()
     try:
-        with decoder.pausing(None), open_loader(decoder, segments, cache, source) as loader:
+        with decoder.pausing(None), Loader(decoder, segments, cache, source) as loader:
             for layer in range(decoder.stored_layers):
                 loader.wait(layer)
             cache.buffers[-1].keys.sum().item()  # which waits for a GPU

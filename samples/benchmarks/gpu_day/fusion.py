@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 from kvtool.core.cache.store import Store
-from kvtool.core.fusion import loader
+from kvtool.core.fusion import placing
 from kvtool.core.fusion.chunk_cache import ChunkCache, held_on
 from kvtool.core.fusion.engine import fuse
 from kvtool.core.fusion.loader import StoreSource
@@ -93,7 +93,7 @@ def _by_workers(day: Day) -> dict[str, Any]:
         held = ChunkCache(on_disk, sys.maxsize, device=held_on(decoder))
         for name, source in (("warm", on_disk), ("held", held)):
             for workers in WORKERS:
-                with mock.patch.object(loader, "default_workers", lambda workers=workers: workers):
+                with mock.patch.object(placing, "default_workers", lambda workers=workers: workers):
                     _seconds(decoder, store, prompt, "reuse", source)
                     taken = [_seconds(decoder, store, prompt, "reuse", source) for _ in range(2 if day.dry else 9)]
                     parts = fuse(decoder, prompt.plan(store), selector_for(QueryOptions(), "reuse"), source).timing

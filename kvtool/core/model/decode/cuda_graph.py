@@ -79,9 +79,9 @@ class StaticStep:
     @torch.inference_mode()
     def run(self) -> torch.Tensor:
         """Compute the step that was given; return float32 `[vocabulary]`. The cache's lengths are left as they were."""
-        row = _StaticRow(self._place, self._capacity)
+        row = _StaticRow(self._place, self._position, self._capacity)
         with self._cache.filled(self._capacity):
-            return self._decoder.compute(self._token[0], row, self._cache, position_ids=self._position)[-1]
+            return self._decoder.compute(self._token[0], row, self._cache)[-1]
 
     @torch.inference_mode()
     def replay(self) -> torch.Tensor:
@@ -114,10 +114,10 @@ class StaticStep:
 
 
 class _StaticRow:
-    """A row whose place, int64 `[1]`, only the device knows. Its attention reads `capacity` keys."""
+    """A row whose place and position, int64 `[1]`, only the device knows. Its attention reads `capacity` keys."""
 
-    def __init__(self, places: torch.Tensor, capacity: int) -> None:
-        self.places, self._capacity = places, capacity
+    def __init__(self, places: torch.Tensor, positions: torch.Tensor, capacity: int) -> None:
+        self.places, self.positions, self._capacity = places, positions, capacity
         self._seen: dict[int | None, KeyRanges] = {}
 
     def last(self, count: int) -> _StaticRow:

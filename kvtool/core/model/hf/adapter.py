@@ -1,4 +1,5 @@
-"""Passes through a model's own modules of `transformers`, whose loop over the layers is reached by hooks only here."""
+"""Passes through a model's own modules of `transformers`: attention by the rows of the running pass, and the loop over
+the layers, which is reached by hooks only here."""
 
 from __future__ import annotations
 

@@ -1,15 +1,4 @@
-"""Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1): a token's one latent serves all heads.
-
-A token's cache is one latent, of which every head makes its key and its value, and one key that carries the position.
-A model's own forward makes the keys and values of all tokens again for each of its passes. Here queries are brought to
-the latents instead (the section's closing remark): q · (K c) = (Kᵀ q) · c, and the result of attention, a mean of
-latents, is multiplied by V afterwards. So it is attention over a single head whose key is latent and rotary key side by
-side, and whose value is the latent.
-
-Where many rows see many keys, heads of their own take fewer operations, and are made for the one pass.
-
-A module is known by its parts: it expands latents itself (`expand_kv`), by one product (`kv_b_proj`).
-"""
+"""Multi-head latent attention (MLA)."""
 
 from __future__ import annotations
 
@@ -21,16 +10,28 @@ import torch
 
 from kvtool.core.errors import ModelError
 from kvtool.core.kernels.attention.params import KV
-from kvtool.core.model.hf.modules import CacheProxy, Swapped, cache_name, own_class, swap, swapped_by
+from kvtool.core.model.hf.modules import CacheProxy, cache_name
+
+# ---- latents: multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1) ------------------------
+#
+# A token's cache is one latent, of which every head makes its key and its value, and one key that carries the position.
+# A model's own forward makes the keys and values of all tokens again for each of its passes. Here queries are brought
+# to the latents instead (the section's closing remark): q · (K c) = (Kᵀ q) · c, and the result of attention, a mean of
+# latents, is multiplied by V afterwards. So it is attention over a single head whose key is latent and rotary key side
+# by side, and whose value is the latent. Where many rows see many keys, heads of their own take fewer operations, and
+# are made for the one pass. A module is known by its parts: it expands latents itself (`expand_kv`), by one product
+# (`kv_b_proj`).
 
 _SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "num_heads")
 
 
 class Latents:
-    """How one attention module attends over a cache of latents, wherever `implementation` computes its attention."""
+    """How one attention module attends over a cache of latents, wherever `implementation` computes its attention. Its
+    `forward` and `expand_kv` take the place of the module's own."""
 
     def __init__(self, attention: Any, implementation: str) -> None:
         self.attention, self._implementation = attention, implementation
+        self._own_forward, self._own_expand_kv = attention.forward, attention.expand_kv
         sizes = [getattr(attention, name, None) for name in _SIZES]
         if not all(isinstance(size, int) for size in sizes) or getattr(attention.kv_b_proj, "bias", None) is not None:
             needed = f"that would need one product without a bias, and {', '.join(_SIZES)} stated by the module"
@@ -53,9 +54,7 @@ class Latents:
 
     def heads_of(self, joint: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Make keys and values of every head, `[1, heads, keys, …]`, as the module does, of latents and rotary keys."""
-        latents, keys = joint.split([self.rank, self.rotary], -1)
-        module_class: Any = own_class(self.attention)
-        sides: tuple[torch.Tensor, torch.Tensor] = module_class.expand_kv(self.attention, latents, keys)
+        sides: tuple[torch.Tensor, torch.Tensor] = self._own_expand_kv(*joint.split([self.rank, self.rotary], -1))
         return sides
 
     def absorbed(self, query: torch.Tensor) -> torch.Tensor:
@@ -87,21 +86,17 @@ class Latents:
         keys, values = weight.view(self.heads, self.plain + self.value, self.rank).split([self.plain, self.value], 1)
         return keys, values.transpose(1, 2)
 
-
-class _LatentModule(Swapped):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        name = cache_name(self)
-        if self._swapped_by.serves and kwargs.get(name) is not None:
+        name = cache_name(self.attention)
+        if self.serves and kwargs.get(name) is not None:
             kwargs[name] = _latents_first(kwargs[name])
-        return super().forward(*args, **kwargs)
+        return self._own_forward(*args, **kwargs)
 
     def expand_kv(self, latents: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return key and value of the single head; `keys` may have the latents before them already."""
-        if not self._swapped_by.serves:
-            parent: Any = super()
-            sides: tuple[torch.Tensor, torch.Tensor] = parent.expand_kv(latents, keys)
-            return sides
-        return joined(latents, keys), latents
+        sides: tuple[torch.Tensor, torch.Tensor]
+        sides = (joined(latents, keys), latents) if self.serves else self._own_expand_kv(latents, keys)
+        return sides
 
 
 def _latents_first(cache: Any) -> CacheProxy:
@@ -124,10 +119,11 @@ def attend_latents(attentions: Sequence[Any], implementation: str) -> None:
     """Let those modules that expand latents attend to the latents themselves, wherever `implementation` attends."""
     for attention in attentions:
         if hasattr(attention, "expand_kv") and hasattr(attention, "kv_b_proj") and latents_of(attention) is None:
-            swap(attention, _LatentModule, Latents(attention, implementation))
+            latents = Latents(attention, implementation)
+            attention.forward, attention.expand_kv, attention._latents = latents.forward, latents.expand_kv, latents
 
 
 def latents_of(attention: Any) -> Latents | None:
     """Return what a module attends to latents by; None: it keeps no latents."""
-    latents = swapped_by(attention)
-    return latents if isinstance(latents, Latents) else None
+    latents: Latents | None = vars(attention).get("_latents")
+    return latents

@@ -1,4 +1,5 @@
-"""Modules of a model: found by what their code calls, swapped for others, or run only up to their attention."""
+"""Modules of a model of `transformers`: found by what their code calls, run only up to their attention, or, where they
+expand latents, made to attend to these."""
 
 from __future__ import annotations
 
@@ -15,7 +16,6 @@ from kvtool.core.kernels.attention.params import KV, AttentionParams
 
 # What models and layers call the cache that they are given: `transformers` up to 5.23, and since 5.24; BLOOM's layers.
 CACHES = ("past_key_values", "cache", "layer_past")
-_BY = "_swapped_by"
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 HINT = "use a causal language model with ordinary rotary attention"
 
@@ -129,40 +129,3 @@ class LayerProbe:
         if self._until == "cache":
             raise ForwardEnded
         return self.kv
-
-
-class Swapped(torch.nn.Module):
-    """Base of the classes that replace a module's own, whose forward is `super().forward`. The module keeps its name
-    and parts."""
-
-    _swapped_by: Any
-
-
-def swap(module: torch.nn.Module, kind: type[Swapped], by: object) -> None:
-    """Let a module compute as `kind` does, with `by`; one that does so already gets the new `by`."""
-    swapped: Any = module
-    classes: Any = kind, own_class(module)
-    swapped.__class__ = _class_of(*classes)
-    vars(module)[_BY] = by
-
-
-def swapped_by(module: torch.nn.Module) -> Any:
-    """Return what a module was given to compute with; None: it is of its own class."""
-    return vars(module).get(_BY)
-
-
-def own_class(module: torch.nn.Module) -> type[torch.nn.Module]:
-    kind = type(module)
-    return kind.__bases__[1] if issubclass(kind, Swapped) else kind
-
-
-@functools.cache
-def _class_of(kind: Any, original: Any) -> type[torch.nn.Module]:
-    """Make the class of both, with the own one's name and signature, which callers read."""
-
-    @functools.wraps(original.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return kind.forward(self, *args, **kwargs)
-
-    space = {"forward": forward, "__module__": original.__module__, "__qualname__": original.__qualname__}
-    return type(original.__name__, (kind, original), space)
