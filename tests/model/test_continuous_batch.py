@@ -12,7 +12,7 @@ import torch
 from kvtool.core.errors import KvtoolError
 from kvtool.core.model.generate import AnswerSequence, ContinuousBatch, Generated, Sampling, first_token, generate
 from tests.fusion.making import NAMES, Case, case, sampling, tokens
-from tests.model.test_repeats import streamed
+from tests.model.test_generate import streamed
 
 LENGTHS = (30, 3, 150, 77)  # tokens of the prompts
 

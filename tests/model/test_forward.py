@@ -1,6 +1,8 @@
-"""Our forward gives the numbers of the model's own; a model that it does not know is computed by its own."""
+"""Our forward gives the numbers of the model's own; a model without a spec is computed by its own."""
 
 from __future__ import annotations
+
+import copy
 
 import pytest
 import torch
@@ -8,14 +10,17 @@ import torch
 from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.model import cpu_layer
 from kvtool.core.model.attention import QueryRows
+from kvtool.core.model.decode.program import decoding_weights
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.forward import Forward
 from kvtool.core.model.hf.adapter import HfForward
 from kvtool.core.model.passes import OnLayer
 from kvtool.core.model.prefill import LeadIn
+from kvtool.core.model.spec import TOLERANCE, UnsupportedArchitecture, check_trial, read_model_spec, relative_error
 from kvtool.core.native.isa import isa_here
 from samples.benchmarks.bench.plain import attention_of_transformers
-from tests.fusion.making import NAMES, new_case
+from tests.families import tiny_model
+from tests.fusion.making import LOSSLESS, NAMES, Case, case, decoder_of, distance, new_case, plain_logits
 from tests.spying import calls_of
 
 pytestmark = pytest.mark.skipif(isa_here() is None, reason="there is no machine code for this CPU")
@@ -28,7 +33,7 @@ ADAPTED = {
 }
 # Root mean square difference by that of the numbers. In bfloat16 most are the same bits; a norm's sum in another order
 # moves a last place, and the layers after it differ by no more than that.
-TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
+NEAR = {"float32": 1e-5, "bfloat16": 1e-2}
 
 
 def prefilled(decoder: Decoder) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,7 +63,7 @@ def test_the_models_own_numbers(name: str, dtype: str) -> None:
     by_its_own(decoder)
     for ours, own in zip(found, prefilled(decoder), strict=True):
         ours, own = ours.float(), own.float()
-        assert (ours - own).square().mean().sqrt() <= TOLERANCE[dtype] * own.square().mean().sqrt()
+        assert (ours - own).square().mean().sqrt() <= NEAR[dtype] * own.square().mean().sqrt()
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
@@ -145,3 +150,67 @@ def test_a_pool_computes_where_all_products_are_our_own(monkeypatch: pytest.Monk
     LeadIn(decoder, IDS[:20])  # what is stored is computed by torch
     assert asked[4:] == [1]
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("gpt-neox", "has attention"), ("olmo", "clipped"), ("bitnet", "has attn_sub_norm")],  # others: test_forward.py
+)
+def test_what_is_not_known_is_declined_by_name(name: str, why: str) -> None:
+    with pytest.raises(UnsupportedArchitecture, match=why):
+        read_model_spec(case(name).decoder)
+
+
+def test_a_parameter_or_module_beside_the_known_ones_is_not_passed_over() -> None:
+    gained, adapted = tiny_model("llama"), tiny_model("llama")
+    gained.model.layers[2].self_attn.register_parameter("gain", torch.nn.Parameter(torch.ones(1)))
+    adapted.model.layers[1].mlp.add_module("adapter", torch.nn.Linear(64, 64))
+    for model, why in ((gained, "LlamaAttention has gain"), (adapted, "has adapter")):
+        with pytest.raises(UnsupportedArchitecture, match=why):
+            decoding_weights(decoder_of(model))
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in TOLERANCE if dtype.is_floating_point])
+def test_a_trial_takes_rounding_and_nothing_else(dtype: torch.dtype) -> None:
+    expected = torch.randn(512, generator=torch.Generator().manual_seed(0))
+    check_trial(expected.to(dtype), expected, dtype, layers=1)
+    worse = expected * (1 + 1.5 * TOLERANCE[dtype])
+    assert relative_error(worse, expected) == pytest.approx(1.5 * TOLERANCE[dtype], rel=1e-2)
+    with pytest.raises(UnsupportedArchitecture, match="own forward differs"):
+        check_trial(worse, expected, dtype, layers=1)
+    check_trial(worse, expected, dtype, layers=4)
+    with pytest.raises(UnsupportedArchitecture):
+        check_trial(expected * torch.nan, expected, dtype, layers=100)
+
+
+class LargestNorm(torch.nn.Module):
+    """A norm that no code of the product knows: by the largest number in place of the root mean square."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight)
+        self.variance_epsilon = 1e-6
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.weight * hidden / (hidden.abs().amax(-1, keepdim=True) + self.variance_epsilon)
+
+
+def test_a_norm_that_nobody_knows_needs_no_file() -> None:
+    """A family with a new norm is served at once: fused layers call its module, native decoding declines by name."""
+    model = tiny_model("llama")
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child).__name__ == "LlamaRMSNorm":
+                setattr(module, name, LargestNorm(child.weight.data))
+    untouched = copy.deepcopy(model)
+    tried = Case("llama", "float32", decoder_of(model))
+    assert not any(norm.is_rms for layer in tried.decoder.spec.layers for norm in layer.norms)
+    plan = tried.plan()
+    fused = tried.fuse(plan, LOSSLESS["union"], reserve=8)
+    assert tried.decoder.forward.why == ""
+    with torch.inference_mode():
+        plain = untouched(input_ids=torch.tensor([list(plan.ids)]), use_cache=False).logits[0, -1]
+        assert distance(fused.logits, plain) <= 1e-4
+        assert distance(fused.logits, plain_logits("llama", "float32", tuple(plan.ids))) > 1
+    with pytest.raises(UnsupportedArchitecture, match="LargestNorm is no root mean square norm"):
+        decoding_weights(tried.decoder)
