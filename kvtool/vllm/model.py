@@ -111,7 +111,7 @@ def ends_of(model: Any, ranks: Ranks) -> Ends:
 
 
 class RowModel(nn.Module):
-    """The parts of vLLM's model that `Decoder` asks for."""
+    """The parts of vLLM's model that `DecoderStack` asks for."""
 
     def __init__(self, own: Any, dtype: torch.dtype) -> None:
         super().__init__()
@@ -163,7 +163,9 @@ class VllmDecoder(Decoder):
             for layer in {kind: number for number, kind in enumerate(self.kinds)}.values()
         }
         self._rotary = Rotary(self.base, self.kinds, samples, dtype, device)
-        self._forward_pass = Forward(self, layers, ends_of(model, self.ranks), why="vLLM's own layers")
+        self._forward_pass = Forward(
+            self.rotary, self.pause, layers, ends_of(model, self.ranks), why="vLLM's own layers"
+        )
 
     @property
     def forward(self) -> Forward:

@@ -38,7 +38,7 @@ def both(decoder: Decoder, keep: int) -> list[tuple[torch.Tensor, PromptCache]]:
     rows = QueryRows.of(SCATTERED, "cpu")
     ours, theirs = prefilled(decoder), prefilled(decoder)
     return [
-        (cuda_forward(decoder).logits(Pass(torch.tensor(ids), rows, rows.places, ours), keep), ours),
+        (cuda_forward(decoder, decoder.spec).logits(Pass(torch.tensor(ids), rows, rows.places, ours), keep), ours),
         (HfForward(decoder, "").logits(Pass(torch.tensor(ids), rows, rows.places, theirs), keep), theirs),
     ]
 

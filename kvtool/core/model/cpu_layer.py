@@ -19,14 +19,14 @@ from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.kernels.layer.cpu import LayerKernels, Rounding, layer_kernels
 from kvtool.core.kernels.linear.modules import PackedLinear
 from kvtool.core.kernels.rope import CosSin
-from kvtool.core.model.forward import Ends, Forward, Heads, ends_of
+from kvtool.core.model.forward import Ends, Forward, Heads
 from kvtool.core.model.prompt_cache import BufferLayer
-from kvtool.core.model.spec import LayerSpec, NormSpec, Projection, UnsupportedArchitecture
+from kvtool.core.model.spec import LayerSpec, ModelSpec, NormSpec, Projection, UnsupportedArchitecture
 from kvtool.core.native.isa import isa_here
 from kvtool.core.native.threads import use_pool
 
 if TYPE_CHECKING:
-    from kvtool.core.model.decoder import Decoder
+    from kvtool.core.model.stack import DecoderStack
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,21 +106,22 @@ def _product(linear: Any, rows: torch.Tensor, exact: bool) -> torch.Tensor:
     return out
 
 
-def cpu_forward(decoder: Decoder) -> Forward:
-    isa, spec = isa_here(), decoder.spec
+def cpu_forward(stack: DecoderStack, spec: ModelSpec) -> Forward:
+    isa = isa_here()
     if isa is None:
         raise UnsupportedArchitecture("there is no machine code for this CPU")
-    if decoder.dtype not in COMPUTED:
-        raise UnsupportedArchitecture(f"{decoder.dtype} on {decoder.device}")
+    if stack.dtype not in COMPUTED:
+        raise UnsupportedArchitecture(f"{stack.dtype} on {stack.device}")
     norms = (spec.norm, *(norm for layer in spec.layers for norm in layer.norms))
     first = {norm.rounds_first for norm in norms if norm.is_rms} or {True}
     if len(first) > 1:
         raise UnsupportedArchitecture("norms that round at different places")
     rounding = Rounding(norm_first=first.pop(), rope_in_float32=spec.rope_in_float32)
-    kernels = layer_kernels(isa, decoder.dtype, spec.activation, rounding)
+    kernels = layer_kernels(isa, stack.dtype, spec.activation, rounding)
     layers = [CpuLayer(layer, kernels, layer.params) for layer in spec.layers]
-    threads = partial(_pool, spec.layers[0], decoder.dtype)
-    return Forward(decoder, layers, Ends(*ends_of(decoder, spec, partial(normed_by, kernels, spec.norm)), threads))
+    threads = partial(_pool, spec.layers[0], stack.dtype)
+    ends = spec.ends(stack.base.embed_tokens, partial(normed_by, kernels, spec.norm))
+    return Forward(stack.rotary, stack.pause, layers, Ends(*ends, threads))
 
 
 def _pool(layer: LayerSpec, dtype: torch.dtype, rows: int, exact: bool) -> AbstractContextManager[object]:

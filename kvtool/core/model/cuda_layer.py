@@ -19,12 +19,12 @@ from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.kernels.heads_triton import HeadNorm, place
 from kvtool.core.kernels.rope import CosSin, rotate_halves_torch
 from kvtool.core.kernels.triton_jit import has_triton
-from kvtool.core.model.forward import Ends, Forward, Heads, Map, ends_of
+from kvtool.core.model.forward import Ends, Forward, Heads, Map
 from kvtool.core.model.prompt_cache import BufferLayer
-from kvtool.core.model.spec import LayerSpec, NormSpec, Projection, UnsupportedArchitecture
+from kvtool.core.model.spec import LayerSpec, ModelSpec, NormSpec, Projection, UnsupportedArchitecture
 
 if TYPE_CHECKING:
-    from kvtool.core.model.decoder import Decoder
+    from kvtool.core.model.stack import DecoderStack
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,8 @@ def _by_module(module: Any, rows: torch.Tensor) -> torch.Tensor:
     return out.view(rows.shape)
 
 
-def cuda_forward(decoder: Decoder) -> Forward:
-    spec, by_kernel = decoder.spec, decoder.device.startswith("cuda") and has_triton()
+def cuda_forward(stack: DecoderStack, spec: ModelSpec) -> Forward:
+    by_kernel = stack.device.startswith("cuda") and has_triton()
     layers = [CudaLayer.of(layer, by_kernel) for layer in spec.layers]
-    return Forward(decoder, layers, Ends(*ends_of(decoder, spec, norm_of(spec.norm))))
+    ends = Ends(*spec.ends(stack.base.embed_tokens, norm_of(spec.norm)))
+    return Forward(stack.rotary, stack.pause, layers, ends)

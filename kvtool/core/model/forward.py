@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -14,10 +14,7 @@ from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.kernels.rope import CosSin
 from kvtool.core.model.passes import Pass
 from kvtool.core.model.prompt_cache import BufferLayer
-
-if TYPE_CHECKING:
-    from kvtool.core.model.decoder import Decoder
-    from kvtool.core.model.spec import ModelSpec
+from kvtool.core.model.rope import Rotary
 
 Map = Callable[[torch.Tensor], torch.Tensor]
 Threads = Callable[[int, bool], AbstractContextManager[object]]
@@ -65,23 +62,10 @@ class Ends:
     threads: Threads = lambda rows, exact: nullcontext()
 
 
-def ends_of(decoder: Decoder, spec: ModelSpec, norm: Map) -> tuple[Map, Map]:
-    """Make `embed` and `logits` of a model's spec and its last norm."""
-
-    def embed(ids: torch.Tensor) -> torch.Tensor:
-        embedded: torch.Tensor = decoder.base.embed_tokens(ids)
-        return embedded if spec.embedding == 1 else embedded * spec.embedding
-
-    def logits(hidden: torch.Tensor) -> torch.Tensor:
-        # Of strided rows `matmul` would copy the whole weight first: .8 s of 1.1 for Qwen2.5's 152k tokens.
-        return spec.shaped(spec.head.module(norm(hidden.contiguous())).float())
-
-    return embed, logits
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Forward:
-    decoder: Decoder
+    rotary: Rotary
+    pause: Callable[[], None]  # called before each layer: others may have work to do
     layers: Sequence[Layer]
     ends: Ends
     why: str = ""  # it is not as fast as it could be
@@ -101,16 +85,16 @@ class Forward:
     def hidden(self, job: Pass, keep: int) -> torch.Tensor | None:
         """Return the last layer's output `[keep, hidden]` of the last rows; None where nothing needs it."""
         hidden, rows, on_layer, last = self.ends.embed(job.ids), job.placed, job.on_layer, len(self.layers) - 1
-        positions, table = job.positions, self.decoder.rotary.table(job.positions)
+        positions, table = job.positions, self.rotary.table(job.positions)
         for number, layer in enumerate(self.layers):
-            self.decoder.pause()
-            heads, angles = layer.project(hidden, positions, job.exact), self.decoder.rotary.angles(table, number)
+            self.pause()
+            heads, angles = layer.project(hidden, positions, job.exact), self.rotary.angles(table, number)
             if number in on_layer.narrows:
                 copies = Heads(*(side.clone() for side in heads))
                 chosen, rows = on_layer.choose(number, *layer.rotate(copies, angles)[1:])
                 hidden, heads = hidden.index_select(0, chosen), heads.of(chosen)
                 positions, table = positions[chosen], table[chosen]
-                angles = self.decoder.rotary.angles(table, number)
+                angles = self.rotary.angles(table, number)
             on_layer.before_write(number, len(hidden))
             if job.cache is None:
                 queries, keys, values = layer.rotate(heads, angles)

@@ -1,4 +1,4 @@
-"""Prompt cache: one prompt's keys and values in preallocated buffers."""
+"""What each layer keeps and how it attends; the prompt cache: one prompt's keys and values, in preallocated buffers."""
 
 from __future__ import annotations
 

@@ -185,8 +185,7 @@ class _Prompts:
             moved = torch.arange(SHIFT, SHIFT + len(ids), device=decoder.device)
             decoder.compute(ids, QueryRows.of(torch.arange(len(ids)), decoder.device, moved.tolist()), cache)
             table = decoder.rotary.table(moved[len(self._prefix) :])
-            stored = self._kv[b"%d" % number].keys
-            worst = 0.0
+            stored, worst = self._kv[b"%d" % number].keys, 0.0
             for layer, buffer in enumerate(cache.buffers):
                 keys = decoder.rotary.rotate(stored[layer][None].to(decoder.device), table, layer)
                 worst = max(worst, _distance(buffer.keys[:, :, len(self._prefix) : len(ids)], keys))

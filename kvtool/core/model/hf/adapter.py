@@ -1,5 +1,4 @@
-"""Passes through a model's own modules of `transformers`: attention by the rows of the running pass, and the loop over
-the layers, which is reached by hooks only here."""
+"""Passes through a model's own modules of `transformers`, whose loop over the layers is reached by hooks only here."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from kvtool.core.model.passes import Pass
 from kvtool.core.native.threads import use_pool
 
 if TYPE_CHECKING:
-    from kvtool.core.model.decoder import Decoder
+    from kvtool.core.model.stack import DecoderStack
 
 RowIndex = slice | torch.Tensor
 
@@ -25,7 +24,7 @@ RowIndex = slice | torch.Tensor
 class HfForward:
     """Passes as of `Forward`; `why` no faster one serves the model."""
 
-    def __init__(self, decoder: Decoder, why: str) -> None:
+    def __init__(self, decoder: DecoderStack, why: str) -> None:
         self._decoder, self.why = decoder, why
 
     def logits(self, job: Pass, keep: int) -> torch.Tensor:
@@ -105,7 +104,7 @@ class _Hooks:
     """Called before each layer of one pass: narrows its rows. KV-sharing layers at a model's end, which attend to what
     earlier layers keep (Gemma 3n, Gemma 4), compute only the last `keep` rows."""
 
-    decoder: Decoder
+    decoder: DecoderStack
     job: Pass
     keep: int | None
     indices: torch.Tensor | None = None  # indices into the first layer's rows; None: all
