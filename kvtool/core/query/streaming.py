@@ -35,8 +35,8 @@ from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.model.prefill import LeadIn, PrefillItem, PrefillStopped, prefill_chunks
 from kvtool.core.query.prompt import PromptSource
 from kvtool.core.session.identity import MeasuredLosses
-from kvtool.core.streaming.fetch_state import Fetch, Harmonic, Ladder, Part, Policy, Rung, Task
-from kvtool.core.streaming.policy import DEPTH, OverlapPolicy
+from kvtool.core.streaming.fetch_state import Fetch, Harmonic, Ladder, Part, Rung, Task
+from kvtool.core.streaming.policy import DEPTH, Policy
 
 if TYPE_CHECKING:
     from kvtool.core.model.prefill import ChunkKV
@@ -71,7 +71,7 @@ def fetch_prompt(session: Session, layout: PromptLayout, options: LoadOptions, s
         computing = Computing(plan, speeds, selector, frozenset(holes))
         alone = partial(_alone, session, plan, speeds)
         task = Task(ladders, computing, options.slo_ms / 1e3, ahead.seconds, alone)
-        policy = OverlapPolicy(task, Harmonic(), options.stream_margin)
+        policy = Policy(task, Harmonic())
         Driver(link, segments, policy, ahead, started - layout.retrieve_ms / 1e3).run()
         levels = computing.settled(policy.levels | dict.fromkeys(policy.computed, COMPUTED))
         levels = {number: level for number, level in levels.items() if level is not None or number not in holes}
@@ -252,10 +252,8 @@ class Driver:
     def _follow_computing(self) -> None:
         if (ended := self._ahead.ended()) is not None:
             self._policy.ended(ended.number, ended.seconds, self._now(), ended.whole)
-        if (number := self._ahead.computing) is not None:
-            limit = self._policy.stop_at(number)
-            if limit is not None and limit <= self._now():
-                self._ahead.stop()
+        if (number := self._ahead.computing) is not None and self._policy.stop_at(number) <= self._now():
+            self._ahead.stop()
 
     def _send(self, flight: _Flight) -> None:
         self._arrivals.ask([request for request, _, _ in flight.waiting])
@@ -268,8 +266,7 @@ class Driver:
         if not flight.waiting:
             self._end(flight, self._now(), arrived=flight.sound)
             return
-        limit = self._policy.give_up_at(flight.fetch)
-        left = _TICK if limit is None else min(limit - self._now(), _TICK)
+        left = min(self._policy.give_up_at(flight.fetch) - self._now(), _TICK)
         if left <= 0:
             self._abandon(flight)
             return
