@@ -156,8 +156,7 @@ def show_decision(out: Out, facts: Facts) -> None:
     level = "" if chosen["level"] is None else f" from level {chosen['level']}"
     fusion = facts["fusion"]
     out.status(f"auto: {fusion}{ratio}{level}, expected after {chosen['expected_ms'][fusion]:.0f} ms")
-    for reason in chosen["notes"]:
-        out.detail(f"  {reason}")
+    out.detail("  expected: " + ", ".join(f"{mode} {ms:.0f} ms" for mode, ms in chosen["expected_ms"].items()))
 
 
 def _show_rounds(out: Out, facts: Facts) -> None:

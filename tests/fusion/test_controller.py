@@ -96,7 +96,6 @@ def test_a_usual_prompt_is_recomputed_in_part() -> None:
 def test_a_slow_store_is_not_worth_it() -> None:
     found = choose(with_speeds=speeds(1.0))
     assert (found.fusion, found.ratio, found.level) == ("full", None, None)
-    assert "loses nothing" in found.reasons[-1]
 
 
 def test_fast_computing_needs_no_cache() -> None:

@@ -13,7 +13,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.errors import UsageError
 from kvtool.core.model.prompt import turn_header
 from kvtool.core.model.tokens import encode
-from kvtool.core.query.answer import begin_answer
+from kvtool.core.query.answer import load_and_fuse
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.prompt import lay_out
 from kvtool.core.query.reply import Request
@@ -119,7 +119,7 @@ def test_an_answer_limited_by_the_context_alone_reserves_no_more_than_it_may_nee
     with Store.open(store) as opened:
         session = Session.open(opened)
         options = QueryOptions(max_tokens=10**9, clamp=True)
-        begun = begin_answer(session, lay_out(session, Request(QUESTION), options), options)
+        begun = load_and_fuse(session, lay_out(session, Request(QUESTION), options), options)
         cache, length = begun.outcome.fused.cache, begun.outcome.fused.plan.length
         assert {buffer.keys.shape[2] - length for buffer in cache.buffers} == {1024}
         session.close()

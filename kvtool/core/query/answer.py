@@ -1,41 +1,33 @@
-"""Answering of one question, from its text to its answer: retrieve, lay out, fuse, generate, keep."""
+"""Answer one question: search, lay out the prompt, load and fuse its KV, generate, store what was computed, reply."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from kvtool.core.cache.entries import ChunkSpec
 from kvtool.core.common.timeline import add_span
-from kvtool.core.errors import KvtoolError
 from kvtool.core.evaluate.measures import score
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.options import selector_for
-from kvtool.core.fusion.plan import Segment, build_plan, extend_plan
-from kvtool.core.fusion.prefix_cache import extend_prefix
+from kvtool.core.fusion.plan import build_plan, extend_plan
 from kvtool.core.fusion.selectors import AUTO, WEIGHED
 from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.model.constraint import Constraint
 from kvtool.core.model.decode.native import prepare_compiled_model
 from kvtool.core.model.generate import Generated, Sampling, first_token, follow, generate, stop_ids
-from kvtool.core.model.recurrent import is_recurrent
 from kvtool.core.query.auto import Choice, choose
 from kvtool.core.query.cite import cite
 from kvtool.core.query.explain import explain, explain_attention
-from kvtool.core.query.iterative import Outcome, fuse_in_rounds
+from kvtool.core.query.iterative import Outcome, fuse_prompt, store_chunks
 from kvtool.core.query.options import LoadOptions, QueryOptions
 from kvtool.core.query.prompt import Marks, PromptLayout, PromptSource, lay_out, lay_out_messages, plan_marks
-from kvtool.core.query.recurrent import answer_chain, keep_prefix
-from kvtool.core.query.reply import OWN_TEXT, Reply, ReplyChunk, Request, Verified
+from kvtool.core.query.recurrent import keep_prefix
+from kvtool.core.query.reply import Reply, ReplyChunk, Request, Verified
 from kvtool.core.query.retrieve import Retrieved, retrieve
 from kvtool.core.query.staleness import with_changes
 from kvtool.core.query.streaming import fetch_prompt
-from kvtool.core.records.encode import LeadIns
-from kvtool.core.records.read import repair_chunks
-from kvtool.core.session.identity import lead_ins_of
 
 if TYPE_CHECKING:
     from kvtool.core.fusion.plan import Plan
@@ -44,7 +36,6 @@ if TYPE_CHECKING:
 
 
 OnText = Callable[[str], None]
-_RESERVED = 1024  # tokens of an answer whose limit is the context's: caches grow, and few answers are as long
 
 
 def answer(
@@ -62,12 +53,12 @@ def answer(
     with session.lock, session.store.view():
         layout = lay_out_messages(session, request, options)
         if layout is None:
-            prefer, timeline = session.recent_chunks, session.timeline
-            retrieved = retrieved or retrieve(session.store, session.finder, request, options, prefer, timeline)
-            layout = lay_out(session, replace(request, messages=()), options, retrieved=retrieved)
-        prepared = begin_answer(session, layout, options)
-        generated, checked = prepared.complete(on_text)
-        prepared.keep(again)
+            request, prefer = replace(request, messages=()), session.recent_chunks
+            retrieved = retrieved or retrieve(session.store, session.finder, request, options, prefer, session.timeline)
+            layout = lay_out(session, request, options, retrieved=retrieved)
+        prepared = load_and_fuse(session, layout, options)
+        generated, checked = prepared.generate(on_text)
+        prepared.store_chunks(again)
         return prepared.reply(generated, checked)
 
 
@@ -106,7 +97,7 @@ class PreparedAnswer:
             known = follow(session.decoder, exact.cache, exact.logits, draft.script, sampling)
         return Check(draft, exact, known, started if since is None else since, prefill_ms)
 
-    def complete(
+    def generate(
         self, on_text: OnText | None = None, going: Callable[[], bool] = lambda: True
     ) -> tuple[Generated, Check | None]:
         """Generate the final answer, and check it; a draft that needs no check is final. `going`: see `generate`."""
@@ -126,13 +117,14 @@ class PreparedAnswer:
             final = replace(final, finish=draft.finish)
         return final, checked
 
-    def keep(self, again: bool = False) -> None:
+    def store_chunks(self, again: bool = False) -> None:
+        """Note what was used, and store what the store lacks of it. `again`: see `answer`."""
         if not self.selector.uses_cache:
             return
         if self.outcome.chained is not None:
             keep_prefix(self.session, self.outcome.chained, self.options.state_cache_size, again)
         else:
-            _keep(self.session, self.outcome.fused, self.source.holes, again, self.layout.learned)
+            store_chunks(self.session, self.outcome.fused, self.source.holes, again, self.layout.learned)
 
     def _timing(self, generated: Generated) -> dict[str, float]:
         layout, choice, fetch_ms = self.layout, self.choice, self.source.fetch_ms
@@ -232,11 +224,11 @@ class Check:
         )
 
 
-def begin_answer(
+def load_and_fuse(
     session: Session, layout: PromptLayout, options: QueryOptions, *, marked: bool = False
 ) -> PreparedAnswer:
-    """Compute the first token of a laid-out request. Raises GateError. `marked`: note the marks of the records that are
-    read."""
+    """Load and fuse the KV of a laid-out prompt, up to the first token of the answer. Raises GateError. `marked`: note
+    the marks of the records that are read."""
     with session.lock, session.store.view():
         options = replace(options, fusion=options.mode(session.identity.keeps_states))
         session.identity.check_modes([str(options.fusion)], options.defer)
@@ -253,7 +245,7 @@ def begin_answer(
             source = fetch_prompt(session, layout, options, selector)
         prepare_compiled_model(session.decoder)
         started = time.perf_counter()
-        outcome = _fuse(session, layout, source, selector, options)
+        outcome = fuse_prompt(session, layout.prefix, source, selector, options)
         constraint = Constraint(options.grammar, session.tokenizer) if options.grammar else None
         sampling = Sampling(options, ends=tuple(stop_ids(session.decoder)), constraint=constraint)
         first = _first_tokens(outcome, sampling)
@@ -264,9 +256,6 @@ def begin_answer(
         return PreparedAnswer(
             session, layout, options, choice, selector, source, outcome, chunks, resident, ms, first, sampling, marks
         )
-
-
-# ---- before the first token ----
 
 
 def _choose(
@@ -292,23 +281,6 @@ def _fetches(session: Session, options: LoadOptions) -> bool:
 def _is_fixed(layout: PromptLayout) -> bool:
     """Return True for a prompt whose rows in the cache, or whose text, are given: no level of it can be chosen."""
     return layout.prefix is not None or bool(layout.request.messages)
-
-
-def _fuse(
-    session: Session, layout: PromptLayout, source: PromptSource, selector: Selector, options: QueryOptions
-) -> Outcome:
-    decoder, plan, timeline = session.decoder, source.plan, session.timeline
-    reserve = min(options.max_tokens, _RESERVED) if options.clamp else options.max_tokens
-    cache = None if layout.prefix is None else layout.prefix.cache
-    if is_recurrent(cache):
-        chained = extend_prefix(decoder, cache, plan, selector, reserve, timeline)
-        return Outcome(chained.fused, chained=chained)
-    if cache is None and session.identity.keeps_states:
-        chained = answer_chain(session, plan, selector, options)
-        return Outcome(chained.fused, chained=chained)
-    if cache is None and options.defer:
-        return fuse_in_rounds(session, plan, selector, source.kv, options)
-    return Outcome(fuse(decoder, plan, selector, source.kv, reserve, timeline, options.load_timeout, cache))
 
 
 def _first_tokens(outcome: Outcome, sampling: Sampling) -> Sequence[int]:
@@ -340,35 +312,6 @@ def _resident_chunks(session: Session, layout: PromptLayout) -> list[ReplyChunk]
     return [ReplyChunk.of(session.store, hit, tokens=count, status="resident") for hit, count in hits]
 
 
-# ---- after the answer ----
-
-
-def _keep(session: Session, fused: Fused, computed: Sequence[Segment], again: bool, learned: Collection[bytes]) -> None:
-    """Note what was used, and store what was missing. `learned`: ids of learned passages, which others must not get."""
-    cached = fused.plan.cached_chunks
-    if session.recent_chunks is not None:
-        for segment in cached:
-            session.recent_chunks.use(segment.source.chunk_id, session.decoder.kv_bytes(len(segment.ids)))
-    missed = len(fused.plan.passages) - len(cached)
-    used = [segment.source.chunk_id for segment in cached]
-    session.store.note_access([chunk_id for chunk_id in used if chunk_id not in learned], missed, again)
-    holes = [
-        segment
-        for segment in fused.plan.segments[:-1]
-        if segment.status == "miss" and segment.ids and segment.reason != OWN_TEXT
-    ]
-    positions = {segment.position for segment in holes}
-    holes += [segment for segment in computed if segment.position not in positions]
-    _repair_holes(session, [segment for segment in holes if segment.source.chunk_id not in learned])
-    if session.learned is not None and learned:
-        session.learned.store.note_access([chunk_id for chunk_id in used if chunk_id in learned])
-        lost = [hole for hole in holes if hole.source.chunk_id in learned and not hole.source.stored]
-        for segment in lost:
-            session.warn(f"a learned passage was computed in place: {segment.reason}", "it is learned again")
-        if lost:  # not those that are stored at another level than is asked for
-            session.learned.forget({segment.source.chunk_id for segment in lost})
-
-
 def _in_full(plan: Plan, has_prefix: bool) -> Plan:
     """Return the plan of the same prompt in full; the first segment is what earlier turns left, and exact, if
     `has_prefix`."""
@@ -391,33 +334,3 @@ def _segments(session: Session, plan: Plan) -> dict[str, Any]:
         "chunks": [list(segment.source.ids) for segment in plan.chunks],
         "question": list(plan.segments[-1].ids),
     }
-
-
-def _repair_holes(session: Session, holes: Sequence[Segment]) -> None:
-    """Store what the store lacks of some segments; when it is locked, full or read-only, only warn. A chunk of a
-    `neighbour` store is left to the next ingest, which knows the chunk before it."""
-    store, decoder, identity = session.store, session.decoder, session.identity
-    specs = [identity.spec_of(hole.source.chunk_id, hole.ids) for hole in holes if not hole.source.stored]
-    chunks = {spec.chunk_id: spec for spec in specs if spec is not None}  # a prompt may hold a chunk twice
-    if store.read_only:
-        chunks = {}
-    lead_ins = cache(lambda: lead_ins_of(identity, decoder))
-
-    def lead_ins_for(chunk: ChunkSpec) -> LeadIns:
-        return LeadIns.nothing(decoder) if chunk.chunk_id == identity.prefix_id else lead_ins()
-
-    if chunks:
-        try:
-            repair_chunks(store, decoder, session.profiles, lead_ins_for, [*chunks.values()])
-        except KvtoolError as error:
-            session.warn(f"{len(chunks)} computed chunk(s) could not be stored: {error.message}", error.hint)
-            chunks = {}
-        else:
-            store.use_log.note_uses([*chunks])
-    for segment in holes:
-        chunk_id = segment.source.chunk_id  # another instruction than the store's has none
-        name = f"chunk {chunk_id.hex()[:12]}" if chunk_id else "the prompt's beginning"
-        hint = "it is stored now, for the next question" if chunk_id in chunks else ""
-        if not hint and chunk_id and not segment.source.stored:
-            hint = "an ingest of its document stores it"
-        session.warn(f"{name} was computed in place: {segment.reason}", hint)

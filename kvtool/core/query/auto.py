@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -102,7 +102,6 @@ class Decision:
     level: str | None
     expected_ms: dict[str, float]
     level_ms: dict[str, float] = field(default_factory=dict)
-    reasons: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -111,7 +110,6 @@ class Decision:
             "level": self.level,
             "expected_ms": {name: round(ms, 3) for name, ms in self.expected_ms.items()},
             "level_ms": {name: round(ms, 3) for name, ms in self.level_ms.items()},
-            "notes": list(self.reasons),
         }
 
 
@@ -135,14 +133,12 @@ def decide(
     chosen = selector if keep else selector.with_amount(hidden_ratio(prompt, selector))
     expected = {mode.name: min(option.seconds for option in options if option.mode == mode.name) for mode in lossless}
     expected[chosen.name] = chosen.expected_seconds(prompt)
-    lossless_mode = best.mode if keep else None
     return Decision(
         fusion=best.mode if keep else chosen.name,
         ratio=None if keep else chosen.amount,
         level=best.level if keep else level,
         expected_ms={mode: (before_s + took) * 1e3 for mode, took in expected.items()},
         level_ms={name: (before_s + took) * 1e3 for name, took in at_floor.items()},
-        reasons=tuple(_notes(prompt, chosen, selector.amount, at_floor, level, expected, lossless_mode)),
     )
 
 
@@ -183,30 +179,3 @@ def hidden_ratio(prompt: PromptRows, selector: Selector) -> float:
         else:
             high = middle
     return floor if low == least else max(floor, math.floor(low / prompt.context * 1e4) / 1e4)
-
-
-def _notes(
-    prompt: PromptRows,
-    chosen: Selector,
-    floor: float,
-    at_floor: Mapping[str, float],
-    level: str,
-    expected: Mapping[str, float],
-    lossless: str | None,
-) -> Iterator[str]:
-    load = _ms(prompt.load(*CACHED).seconds)
-    yield f"{prompt.length} tokens, {prompt.context} of chunks in the cache: loading them {load}"
-    if len(at_floor) > 1:
-        levels = ", ".join(f"{other} {_ms(took)}" for other, took in at_floor.items())
-        yield f"{chosen.name} at {floor:.0%} by level: {levels}; level {level} is read"
-    yield "expected: " + ", ".join(f"{mode} {_ms(took)}" for mode, took in expected.items())
-    if lossless:
-        yield f"{lossless} is as fast as {chosen.name} at its least ratio, and loses nothing"
-    elif chosen.amount > floor:
-        yield f"recompute is hidden by loading up to {chosen.amount:.1%}"
-    else:
-        yield f"recompute is not hidden by loading: the least ratio, {floor:.0%}"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.0f} ms"
