@@ -77,8 +77,7 @@ _OTHER = 34
 
 
 def show_explained(out: Out, reply: Reply) -> None:
-    """Each chunk's text with what was recomputed of it in a colour, or in brackets, under a line that says why; then
-    the attention backends."""
+    """Each chunk's text with what was recomputed of it in a colour, or in brackets, under a line that says why."""
     for chunk, runs in zip(reply.chunks, reply.explanations, strict=True):
         out.status(f"{cited(chunk)}: {_counts(runs, chunk.tokens)}")
         out.passage((span.text, _COLOURS.get(span.reason, _OTHER) if span.reason else 0) for span in runs.spans)
@@ -90,9 +89,6 @@ def show_explained(out: Out, reply: Reply) -> None:
         )
     if forward := reply.resolved.get("forward"):
         out.status(f"layers: {forward}")
-    for one in reply.backends:
-        window = "" if one.window is None else f" with a window of {one.window}"
-        out.status(f"attention of {counted(one.layers, 'layer')}{window}: {one.chosen}")
 
 
 def _counts(runs: ChunkSpans, tokens: int) -> str:

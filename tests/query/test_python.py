@@ -31,13 +31,6 @@ def test_chunks_carry_their_text(reply: Reply) -> None:
         assert chunk.to_json()["text"] == chunk.text
 
 
-def test_a_notebook_shows_the_sources(reply: Reply) -> None:
-    reply.answer = "<b>mill</b>"
-    page = reply._repr_html_()
-    assert "&lt;b&gt;mill&lt;/b&gt;" in page
-    assert page.count("<tr>") == len(reply.chunks) + 1
-
-
 def test_options_that_were_made_before_are_asked_with(store: Path) -> None:
     options = kvtool.QueryOptions(fusion="epic", max_tokens=3)
     with kvtool.open(store) as cache:

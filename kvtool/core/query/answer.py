@@ -19,7 +19,7 @@ from kvtool.core.model.decode.native import prepare_compiled_model
 from kvtool.core.model.generate import Generated, Sampling, first_token, follow, generate, stop_ids
 from kvtool.core.query.auto import Choice, choose
 from kvtool.core.query.cite import cite
-from kvtool.core.query.explain import explain, explain_attention
+from kvtool.core.query.explain import explain
 from kvtool.core.query.iterative import Outcome, fuse_prompt, store_chunks
 from kvtool.core.query.options import LoadOptions, QueryOptions
 from kvtool.core.query.prompt import Marks, PromptLayout, PromptSource, lay_out, lay_out_messages, plan_marks
@@ -170,7 +170,6 @@ class PreparedAnswer:
             selector=self.selector,
             segments=_segments(session, fused.plan) if options.token_ids else None,
             explanations=explain(fused, session.tokenizer) if options.explain else [],
-            backends=explain_attention(session.decoder, fused) if options.explain else [],
             resident_chunks=with_changes(session.store, self.resident_chunks),
             scores=score(text, layout.request.answers) if layout.request.answers else {},
             rounds=self.outcome.rounds,
@@ -218,9 +217,11 @@ class Check:
             accepted=min(sum(agreed), len(self.draft.ids)),
             drafted=len(self.draft.ids),
             draft=None if draft == generated.text.strip() else draft,
-            first_ms=first_ms,
-            prefill_ms=self.prefill_ms,
-            final_ms=first_ms + self.draft.milliseconds + checking_ms,
+            timing_ms={
+                "first": first_ms,
+                "prefill": self.prefill_ms,
+                "final": first_ms + self.draft.milliseconds + checking_ms,
+            },
         )
 
 
@@ -324,7 +325,7 @@ def _verified(generated: Generated, checked: Check | None, timing: dict[str, flo
     if checked is not None:
         return checked.verdict(generated, timing["ttft"])
     count, first = len(generated.ids), timing["ttft"]
-    return Verified(count, count, None, first, prefill_ms=0.0, final_ms=first + timing["generate"])
+    return Verified(count, count, None, {"first": first, "prefill": 0.0, "final": first + timing["generate"]})
 
 
 def _segments(session: Session, plan: Plan) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """Fusing of a laid-out prompt, and storage of what the store lacks of it.
 
-All chunks are fused at once, with `--defer` in rounds: the best ones first, and more while the answer is unsure."""
+All chunks are fused at once; with `--defer` in rounds, the best ones first, and more while the answer is unsure. Of a
+recurrent model, whose states cannot be moved, the prompt's beginning is looked up among stored checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +107,7 @@ def fuse_in_rounds(
         took += add_span(timeline, "is it sure?", began)
         counts = {kind: count for kind, count in now.tokens.to_json().items() if kind != "dropped"}
         ids = tuple(segment.source.chunk_id.hex() for segment in now.plan.chunks)
-        rounds.append(Round(ids, enough, reason, sure, now.bytes_read, took * 1e3, counts))
+        rounds.append(Round(ids, enough, reason, sure, now.bytes_read, {"round": took * 1e3}, counts))
         if enough:
             return Outcome(fused, beginning, rounds)
     raise AssertionError("a last round is always enough")
