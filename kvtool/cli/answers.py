@@ -14,8 +14,7 @@ from kvtool.core.common.sizes import counted
 from kvtool.core.query.reply import marked
 
 if TYPE_CHECKING:
-    from kvtool.core.query.explain import ChunkSpans
-    from kvtool.core.query.reply import Reply, ReplyChunk
+    from kvtool.core.query.reply import ChunkSpans, Reply, ReplyChunk
 
 Facts = Mapping[str, Any]  # of a reply, as its JSON has them
 _MISLEADING = re.compile(r'"|,\s|\s\((?:from|changed|gone)\b')  # separators of places, and remarks after one

@@ -135,9 +135,3 @@ def test_titles_are_no_sentences() -> None:
     assert cut == ["It is old.", "Dr. A. Reeve built it!", "- one list", "- of two"]
     assert sentences_of("The mill") == [(0, 8)]
     assert sentences_of(" \n") == []
-
-
-def test_marks_follow_their_sentences() -> None:
-    ends = [{"answer_end": 2, "number": 1}, {"answer_end": 5, "number": 2}]
-    assert marked("A. B.", ends) == "A. [1] B. [2]"
-    assert marked("A.", []) == "A."

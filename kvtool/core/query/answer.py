@@ -62,6 +62,70 @@ def answer(
         return prepared.reply(generated, checked)
 
 
+def load_and_fuse(
+    session: Session, layout: PromptLayout, options: QueryOptions, *, marked: bool = False
+) -> PreparedAnswer:
+    """Load and fuse the KV of a laid-out prompt, up to the first token of the answer. Raises GateError. `marked`: note
+    the marks of the records that are read."""
+    with session.lock, session.store.view():
+        options = replace(options, fusion=options.mode(session.identity.keeps_states))
+        session.identity.check_modes([str(options.fusion)], options.defer)
+        layout, options, choice = _choose(session, layout, options)
+        selector = selector_for(options, str(options.fusion))
+        goes_on_from_states = layout.prefix is not None and session.identity.keeps_states
+        if (selector.uses_cache or goes_on_from_states) and not options.force:
+            session.check_gate([segment.source.chunk_id for segment in layout.plan.cached])
+        if options.clamp:
+            left = session.decoder.context - layout.plan.length
+            options = replace(options, max_tokens=max(1, min(options.max_tokens, left)))
+        source = PromptSource(layout.plan, session.source)
+        is_given = layout.prefix is not None or layout.request.messages  # no level of its rows can be chosen
+        if _fetches(session, options) and not is_given and selector.reads(layout.plan, session.layers):
+            source = fetch_prompt(session, layout, options, selector)
+        prepare_compiled_model(session.decoder)
+        started = time.perf_counter()
+        outcome = fuse_prompt(session, layout.prefix, source, selector, options)
+        constraint = Constraint(options.grammar, session.tokenizer) if options.grammar else None
+        sampling = Sampling(options, ends=tuple(stop_ids(session.decoder)), constraint=constraint)
+        first = _first_tokens(outcome, sampling)
+        ms = add_span(session.timeline, f"fuse: {options.fusion}", started) * 1e3
+        chunks, resident = reply_chunks(session, layout, outcome.fused.plan), _resident_chunks(session, layout)
+        marks = plan_marks(session, layout.plan) if marked else ()
+        session.store.end_view()  # all is read: no writer, this answer included, has to wait for it
+        return PreparedAnswer(
+            session, layout, options, choice, selector, source, outcome, chunks, resident, ms, first, sampling, marks
+        )
+
+
+def _choose(
+    session: Session, layout: PromptLayout, options: QueryOptions
+) -> tuple[PromptLayout, QueryOptions, Choice | None]:
+    """Resolve `auto` to a fusion mode. A remote backend and an extended prompt cannot be weighed in advance: they get
+    the mode that loses a little."""
+    if layout.request.messages:  # their text is as it is: nothing of it is left out, or read at another level
+        options = replace(options, defer=False, fusion=WEIGHED if options.fusion == AUTO else options.fusion)
+    if options.fusion != AUTO:
+        return layout, options, None
+    if layout.prefix is not None or _fetches(session, options):
+        return layout, replace(options, fusion=WEIGHED), None
+    choice = choose(session, layout, options)
+    return choice.layout, choice.options, choice
+
+
+def _fetches(session: Session, options: LoadOptions) -> bool:
+    """Return True if chunks are fetched from a shared store within a time objective, before anything is fused."""
+    return options.slo_ms is not None and session.store.link is not None and not session.identity.keeps_states
+
+
+def _first_tokens(outcome: Outcome, sampling: Sampling) -> Sequence[int]:
+    """Return the first tokens that are shown: those that a round was judged by, unless sampling is to choose others."""
+    if outcome.beginning is not None:
+        if sampling.options.is_greedy and sampling.options.top_logprobs is None:
+            return outcome.beginning.ids
+        outcome.fused.cache.set_length(outcome.fused.plan.length)
+    return [first_token(outcome.fused.logits, sampling)]
+
+
 @dataclass(frozen=True, slots=True)
 class PreparedAnswer:
     """An answer whose first tokens (`known`) are in the prompt's cache, but for the last; nothing of the store is held.
@@ -225,72 +289,19 @@ class Check:
         )
 
 
-def load_and_fuse(
-    session: Session, layout: PromptLayout, options: QueryOptions, *, marked: bool = False
-) -> PreparedAnswer:
-    """Load and fuse the KV of a laid-out prompt, up to the first token of the answer. Raises GateError. `marked`: note
-    the marks of the records that are read."""
-    with session.lock, session.store.view():
-        options = replace(options, fusion=options.mode(session.identity.keeps_states))
-        session.identity.check_modes([str(options.fusion)], options.defer)
-        layout, options, choice = _choose(session, layout, options)
-        selector = selector_for(options, str(options.fusion))
-        goes_on_from_states = layout.prefix is not None and session.identity.keeps_states
-        if (selector.uses_cache or goes_on_from_states) and not options.force:
-            session.check_gate([segment.source.chunk_id for segment in layout.plan.cached])
-        if options.clamp:
-            left = session.decoder.context - layout.plan.length
-            options = replace(options, max_tokens=max(1, min(options.max_tokens, left)))
-        source = PromptSource(layout.plan, session.source)
-        if _fetches(session, options) and not _is_fixed(layout) and selector.reads(layout.plan, session.layers):
-            source = fetch_prompt(session, layout, options, selector)
-        prepare_compiled_model(session.decoder)
-        started = time.perf_counter()
-        outcome = fuse_prompt(session, layout.prefix, source, selector, options)
-        constraint = Constraint(options.grammar, session.tokenizer) if options.grammar else None
-        sampling = Sampling(options, ends=tuple(stop_ids(session.decoder)), constraint=constraint)
-        first = _first_tokens(outcome, sampling)
-        ms = add_span(session.timeline, f"fuse: {options.fusion}", started) * 1e3
-        chunks, resident = reply_chunks(session, layout, outcome.fused.plan), _resident_chunks(session, layout)
-        marks = plan_marks(session, layout.plan) if marked else ()
-        session.store.end_view()  # all is read: no writer, this answer included, has to wait for it
-        return PreparedAnswer(
-            session, layout, options, choice, selector, source, outcome, chunks, resident, ms, first, sampling, marks
-        )
+def _in_full(plan: Plan, has_prefix: bool) -> Plan:
+    """Return the plan of the same prompt in full; the first segment is what earlier turns left, and exact, if
+    `has_prefix`."""
+    first, *chunks, question = plan.segments
+    build = extend_plan if has_prefix else build_plan
+    return build(first.source, [segment.source for segment in chunks], question.source.ids)
 
 
-def _choose(
-    session: Session, layout: PromptLayout, options: QueryOptions
-) -> tuple[PromptLayout, QueryOptions, Choice | None]:
-    """Resolve `auto` to a fusion mode. A remote backend and an extended prompt cannot be weighed in advance: they get
-    the mode that loses a little."""
-    if layout.request.messages:  # their text is as it is: nothing of it is left out, or read at another level
-        options = replace(options, defer=False, fusion=WEIGHED if options.fusion == AUTO else options.fusion)
-    if options.fusion != AUTO:
-        return layout, options, None
-    if layout.prefix is not None or _fetches(session, options):
-        return layout, replace(options, fusion=WEIGHED), None
-    choice = choose(session, layout, options)
-    return choice.layout, choice.options, choice
-
-
-def _fetches(session: Session, options: LoadOptions) -> bool:
-    """Return True if chunks are fetched from a shared store within a time objective, before anything is fused."""
-    return options.slo_ms is not None and session.store.link is not None and not session.identity.keeps_states
-
-
-def _is_fixed(layout: PromptLayout) -> bool:
-    """Return True for a prompt whose rows in the cache, or whose text, are given: no level of it can be chosen."""
-    return layout.prefix is not None or bool(layout.request.messages)
-
-
-def _first_tokens(outcome: Outcome, sampling: Sampling) -> Sequence[int]:
-    """Return the first tokens that are shown: those that a round was judged by, unless sampling is to choose others."""
-    if outcome.beginning is not None:
-        if sampling.options.is_greedy and sampling.options.top_logprobs is None:
-            return outcome.beginning.ids
-        outcome.fused.cache.set_length(outcome.fused.plan.length)
-    return [first_token(outcome.fused.logits, sampling)]
+def _verified(generated: Generated, checked: Check | None, timing: dict[str, float]) -> Verified:
+    if checked is not None:
+        return checked.verdict(generated, timing["ttft"])
+    count, first = len(generated.ids), timing["ttft"]
+    return Verified(count, count, None, {"first": first, "prefill": 0.0, "final": first + timing["generate"]})
 
 
 def reply_chunks(session: Session, layout: PromptLayout, plan: Plan) -> list[ReplyChunk]:
@@ -311,21 +322,6 @@ def _resident_chunks(session: Session, layout: PromptLayout) -> list[ReplyChunk]
     tokens = {} if layout.prefix is None else layout.prefix.chunks
     hits = ((hit, tokens[hit.passage.chunk_id]) for hit in layout.resident_hits)
     return [ReplyChunk.of(session.store, hit, tokens=count, status="resident") for hit, count in hits]
-
-
-def _in_full(plan: Plan, has_prefix: bool) -> Plan:
-    """Return the plan of the same prompt in full; the first segment is what earlier turns left, and exact, if
-    `has_prefix`."""
-    first, *chunks, question = plan.segments
-    build = extend_plan if has_prefix else build_plan
-    return build(first.source, [segment.source for segment in chunks], question.source.ids)
-
-
-def _verified(generated: Generated, checked: Check | None, timing: dict[str, float]) -> Verified:
-    if checked is not None:
-        return checked.verdict(generated, timing["ttft"])
-    count, first = len(generated.ids), timing["ttft"]
-    return Verified(count, count, None, {"first": first, "prefill": 0.0, "final": first + timing["generate"]})
 
 
 def _segments(session: Session, plan: Plan) -> dict[str, Any]:

@@ -8,50 +8,13 @@ for them and changed hardly one (samples/results/retrieval.md).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvtool.core.fusion.engine import Fused
 from kvtool.core.fusion.plan import Segment
 from kvtool.core.model.tokens import whole_characters
-
-HOLE, DROPPED = "hole", "dropped"
-
-
-@dataclass(frozen=True, slots=True)
-class TokenSpan:
-    """Neighbouring tokens with one fate. `reason`: "" where they were reused, "dropped" where no rows were stored;
-    `start`, `stop`: tokens in the chunk."""
-
-    start: int
-    stop: int
-    text: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkSpans:
-    """A chunk's tokens in order, as gapless spans of whole characters, so some tokens of a span may have been
-    reused."""
-
-    spans: tuple[TokenSpan, ...]
-    counts: Mapping[str, int]
-
-    @property
-    def recomputed(self) -> dict[str, int]:
-        return {reason: count for reason, count in self.counts.items() if reason not in ("", DROPPED)}
-
-    @property
-    def dropped(self) -> int:
-        return self.counts.get(DROPPED, 0)
-
-    def to_json(self) -> dict[str, Any]:
-        spans = [
-            {"token_start": span.start, "token_end": span.stop, "text": span.text, "reason": span.reason}
-            for span in self.spans
-        ]
-        return {"reasons": self.recomputed, "spans": spans}
+from kvtool.core.query.reply import DROPPED, ChunkSpans, TokenSpan
 
 
 def explain(fused: Fused, tokenizer: Any) -> list[ChunkSpans]:
@@ -61,7 +24,7 @@ def explain(fused: Fused, tokenizer: Any) -> list[ChunkSpans]:
 
 def _fates(fused: Fused, segment: Segment) -> list[str]:
     if not segment.cached:
-        return [HOLE] * len(segment.ids)
+        return ["hole"] * len(segment.ids)
     tokens = range(len(segment.ids)) if segment.placed_rows is None else segment.placed_rows
     fates = ["" if segment.placed_rows is None else DROPPED] * len(segment.source.ids)
     for token in tokens:

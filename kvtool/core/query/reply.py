@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from kvtool.core.fusion.engine import Fused
     from kvtool.core.fusion.selectors.base import Selector
     from kvtool.core.model.generate import Finish, Generated
-    from kvtool.core.query.explain import ChunkSpans
 
 
 _SHOWN = 400  # characters of an answer that Python shows
 _CHUNKS_SHOWN = 12
+DROPPED = "dropped"
 OWN_TEXT = "the client's own text"
 """Why tokens of a prompt are computed that no chunk ever was (query/prompt.py)."""
 
@@ -103,6 +103,41 @@ class ReplyChunk:
 
     def found(self) -> dict[str, Any]:
         return {name: value for name, value in self.to_json().items() if name not in ("tokens", "status")}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSpan:
+    """Neighbouring tokens with one fate. `reason`: "" where they were reused, "dropped" where no rows were stored;
+    `start`, `stop`: tokens in the chunk."""
+
+    start: int
+    stop: int
+    text: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSpans:
+    """A chunk's tokens in order, as gapless spans of whole characters, so some tokens of a span may have been
+    reused."""
+
+    spans: tuple[TokenSpan, ...]
+    counts: Mapping[str, int]
+
+    @property
+    def recomputed(self) -> dict[str, int]:
+        return {reason: count for reason, count in self.counts.items() if reason not in ("", DROPPED)}
+
+    @property
+    def dropped(self) -> int:
+        return self.counts.get(DROPPED, 0)
+
+    def to_json(self) -> dict[str, Any]:
+        spans = [
+            {"token_start": span.start, "token_end": span.stop, "text": span.text, "reason": span.reason}
+            for span in self.spans
+        ]
+        return {"reasons": self.recomputed, "spans": spans}
 
 
 @dataclass(frozen=True, slots=True)
