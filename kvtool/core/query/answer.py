@@ -17,7 +17,7 @@ from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.model.constraint import Constraint
 from kvtool.core.model.decode.native import prepare_compiled_model
 from kvtool.core.model.generate import Generated, Sampling, first_token, follow, generate, stop_ids
-from kvtool.core.query.auto import Choice, choose
+from kvtool.core.query.auto import Decision, choose
 from kvtool.core.query.cite import cite
 from kvtool.core.query.explain import explain
 from kvtool.core.query.iterative import Outcome, fuse_prompt, store_chunks
@@ -70,7 +70,7 @@ def load_and_fuse(
     with session.lock, session.store.view():
         options = replace(options, fusion=options.mode(session.identity.keeps_states))
         session.identity.check_modes([str(options.fusion)], options.defer)
-        layout, options, choice = _choose(session, layout, options)
+        layout, options, decision = _choose(session, layout, options)
         selector = selector_for(options, str(options.fusion))
         goes_on_from_states = layout.prefix is not None and session.identity.keeps_states
         if (selector.uses_cache or goes_on_from_states) and not options.force:
@@ -93,13 +93,13 @@ def load_and_fuse(
         marks = plan_marks(session, layout.plan) if marked else ()
         session.store.end_view()  # all is read: no writer, this answer included, has to wait for it
         return PreparedAnswer(
-            session, layout, options, choice, selector, source, outcome, chunks, resident, ms, first, sampling, marks
+            session, layout, options, decision, selector, source, outcome, chunks, resident, ms, first, sampling, marks
         )
 
 
 def _choose(
     session: Session, layout: PromptLayout, options: QueryOptions
-) -> tuple[PromptLayout, QueryOptions, Choice | None]:
+) -> tuple[PromptLayout, QueryOptions, Decision | None]:
     """Resolve `auto` to a fusion mode. A remote backend and an extended prompt cannot be weighed in advance: they get
     the mode that loses a little."""
     if layout.request.messages:  # their text is as it is: nothing of it is left out, or read at another level
@@ -108,8 +108,7 @@ def _choose(
         return layout, options, None
     if layout.prefix is not None or _fetches(session, options):
         return layout, replace(options, fusion=WEIGHED), None
-    choice = choose(session, layout, options)
-    return choice.layout, choice.options, choice
+    return choose(session, layout, options)
 
 
 def _fetches(session: Session, options: LoadOptions) -> bool:
@@ -134,7 +133,7 @@ class PreparedAnswer:
     session: Session
     layout: PromptLayout
     options: QueryOptions
-    choice: Choice | None
+    decision: Decision | None
     selector: Selector
     source: PromptSource
     outcome: Outcome
@@ -191,20 +190,20 @@ class PreparedAnswer:
             store_chunks(self.session, self.outcome.fused, self.source.holes, again, self.layout.learned)
 
     def _timing(self, generated: Generated) -> dict[str, float]:
-        layout, choice, fetch_ms = self.layout, self.choice, self.source.fetch_ms
-        decide_ms = choice.decide_ms if choice is not None else 0.0
+        layout, fetch_ms = self.layout, self.source.fetch_ms
+        decision_ms = {} if self.decision is None else self.decision.timing_ms
         return {
             "retrieve": layout.retrieve_ms,
             **asdict(self.outcome.fused.timing),
-            "ttft": layout.retrieve_ms + decide_ms + fetch_ms + self.fuse_ms,
+            "ttft": layout.retrieve_ms + decision_ms.get("decide", 0.0) + fetch_ms + self.fuse_ms,
             "generate": generated.milliseconds,
             "model_load": self.session.decoder.loaded.load_ms,
             "stream": fetch_ms,
-            **({"decide": choice.decide_ms, "profile": choice.profile_ms} if choice is not None else {}),
+            **decision_ms,
         }
 
     def reply(self, generated: Generated, checked: Check | None = None) -> Reply:
-        session, layout, options, choice = self.session, self.layout, self.options, self.choice
+        session, layout, options = self.session, self.layout, self.options
         if checked is not None:
             draft = checked.draft  # which was timed
             generated = replace(generated, milliseconds=draft.milliseconds, steps=draft.steps, stepper=draft.stepper)
@@ -226,7 +225,7 @@ class PreparedAnswer:
             tokens=fused.tokens.to_json() | {"shifted": int(fused.shifted.rows.sum()), "generated": len(generated.ids)},
             timing_ms=timing,
             bytes_read=fused.bytes_read + self.source.bytes_read,
-            controller={} if choice is None else choice.decision.to_json(),
+            controller={} if self.decision is None else self.decision.to_json(),
             stream=self.source.rows,
             slo={} if slo_ms is None else {"slo_ms": slo_ms, "met": timing["ttft"] <= slo_ms},
             generated=generated,

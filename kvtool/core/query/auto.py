@@ -31,16 +31,9 @@ if TYPE_CHECKING:
     from kvtool.core.session.session import Session
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    layout: PromptLayout
-    options: QueryOptions
-    decision: Decision
-    profile_ms: float
-    decide_ms: float
-
-
-def choose(session: Session, layout: PromptLayout, options: QueryOptions) -> Choice:
+def choose(
+    session: Session, layout: PromptLayout, options: QueryOptions
+) -> tuple[PromptLayout, QueryOptions, Decision]:
     """Choose the mode, ratio and level that a prompt is answered in soonest. Raises GateError. Deciding counts in the
     TTFT; measuring the machine does not, and is reported as `profile`."""
     if not options.force:
@@ -60,8 +53,8 @@ def choose(session: Session, layout: PromptLayout, options: QueryOptions) -> Cho
     decide_ms = (time.perf_counter() - measured + laid_out_at - started) * 1e3
     layout = laid_out[decision.level] if decision.level is not None else layout
     ratio = options.ratio if decision.ratio is None else decision.ratio
-    chosen = replace(options, fusion=decision.fusion, ratio=ratio)
-    return Choice(layout, chosen, decision, (measured - laid_out_at) * 1e3, decide_ms)
+    times = {"decide": decide_ms, "profile": (measured - laid_out_at) * 1e3}
+    return layout, replace(options, fusion=decision.fusion, ratio=ratio), replace(decision, timing_ms=times)
 
 
 def spans_of(session: Session, plan: Plan) -> list[Span]:
@@ -95,22 +88,19 @@ NOISE = 0.05
 class Decision:
     """A decision of the controller. `ratio`: None where the mode has none. `level`: None where nothing is read; `auto`:
     each chunk's own. `expected_ms`: TTFT by mode. `level_ms`: TTFT of the recompute mode at its least ratio, by
-    level."""
+    level. `timing_ms`: of the decision."""
 
     fusion: str
     ratio: float | None
     level: str | None
     expected_ms: dict[str, float]
     level_ms: dict[str, float] = field(default_factory=dict)
+    timing_ms: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "fusion": self.fusion,
-            "ratio": self.ratio,
-            "level": self.level,
-            "expected_ms": {name: round(ms, 3) for name, ms in self.expected_ms.items()},
-            "level_ms": {name: round(ms, 3) for name, ms in self.level_ms.items()},
-        }
+        chosen = {"fusion": self.fusion, "ratio": self.ratio, "level": self.level}
+        times = {"expected_ms": self.expected_ms, "level_ms": self.level_ms}
+        return chosen | {name: {of: round(ms, 3) for of, ms in took.items()} for name, took in times.items()}
 
 
 def decide(

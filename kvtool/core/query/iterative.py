@@ -1,15 +1,11 @@
-"""Fusing of a laid-out prompt, and storage of what the store lacks of it.
-
-All chunks are fused at once; with `--defer` in rounds, the best ones first, and more while the answer is unsure. Of a
-recurrent model, whose states cannot be moved, the prompt's beginning is looked up among stored checkpoints.
-"""
+"""Fusing of a laid-out prompt, and storage of what the store lacks of it."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -99,10 +95,8 @@ def fuse_in_rounds(
         began, beginning, sure, enough, reason = time.perf_counter(), None, None, True, "all chunks are loaded"
         if stop < len(chunks):
             beginning = greedy_prefix(decoder, fused.cache, fused.logits, min(_PROBED, options.max_tokens))
-            sure, text = (
-                confidence(beginning.log_p),
-                session.tokenizer.decode(list(beginning.ids), skip_special_tokens=True),
-            )
+            sure = math.exp(math.fsum(beginning.log_p) / len(beginning.log_p))
+            text = session.tokenizer.decode(list(beginning.ids), skip_special_tokens=True)
             enough, reason = judge(sure, text, options.defer_threshold)
         took += add_span(timeline, "is it sure?", began)
         counts = {kind: count for kind, count in now.tokens.to_json().items() if kind != "dropped"}
@@ -138,9 +132,8 @@ def joined(before: Fused, now: Fused) -> Fused:
     fresh = before.tokens.fresh - len(before.plan.segments[-1].ids) + now.tokens.fresh
     names = {**before.reasons, **now.reasons}
     none = plan.mask()
-    return Fused(
-        logits=now.logits,
-        cache=now.cache,
+    return replace(
+        now,
         plan=plan,
         tokens=TokenCounts(
             prompt=plan.length,
@@ -160,10 +153,6 @@ def joined(before: Fused, now: Fused) -> Fused:
 
 def _spliced(before: torch.Tensor, now: torch.Tensor, start: int) -> torch.Tensor:
     return torch.cat([before[:start], now[start:]])
-
-
-def confidence(log_p: Sequence[float]) -> float:
-    return math.exp(math.fsum(log_p) / len(log_p))
 
 
 def judge(sure: float, beginning: str, threshold: float) -> tuple[bool, str]:

@@ -1,5 +1,8 @@
-"""A question to a model that keeps states: the prompt's beginning is looked up among stored stretches, and what was
-computed of it is stored for the next question."""
+"""Fusing of a laid-out prompt, and storage of what the store lacks of it.
+
+All chunks are fused at once; with `--defer` in rounds, the best ones first, and more while the answer is unsure. Of a
+recurrent model, whose states cannot be moved, the prompt's beginning is looked up among stored checkpoints.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Retrieval of a question's chunks, and staleness of their files: those that changed or vanished after their ingest.
-
-It needs no torch: what cannot be found is reported before a model is loaded."""
+"""Retrieval of a question's chunks, without torch: it reports what cannot be found before a model is loaded."""
 
 from __future__ import annotations
 

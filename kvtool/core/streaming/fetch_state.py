@@ -46,13 +46,6 @@ class Ladder:
                 kept.append(rung)
         return cls(chunk, tokens, tuple(reversed(kept)))
 
-    @property
-    def loses(self) -> bool:
-        return bool(self.rungs) and self.rungs[0].loss > 0
-
-    def missing(self, held: Set[str], rung: Rung) -> int:
-        return sum(part.size for part in rung.absent(held))
-
     def reached(self, held: Set[str]) -> int:
         """The finest rung whose parts are all there; -1: none."""
         whole = (number for number, rung in enumerate(self.rungs) if not rung.absent(held))

@@ -93,9 +93,8 @@ class Policy:
 
     def _is_text_sooner(self, ladder: Ladder) -> bool:
         """Return True for a chunk that is not stored, or takes longer to decode than to compute."""
-        if not ladder.rungs:
-            return True
-        return self.task.decode(ladder.tokens, ladder.rungs[0].level) > self._text_seconds(ladder.chunk, _NONE)
+        text = self._text_seconds(ladder.chunk, _NONE)
+        return not ladder.rungs or self.task.decode(ladder.tokens, ladder.rungs[0].level) > text
 
     @property
     def computed(self) -> frozenset[int]:
@@ -142,17 +141,9 @@ class Policy:
             decision = f"gave up {decision}: {self._level(fetch.chunk) or 'text'} stands"
         if rate is not None:
             self._best = rate if math.isinf(self._best) else max(self._best, rate)
-        self._log.append(
-            decision_row(
-                fetch.chunk,
-                decision,
-                level=fetch.level,
-                estimated_mbps=mbps(fetch.estimated_bytes_per_second),
-                measured_mbps=mbps(rate),
-                fetch_ms=(ended - started) * 1e3,
-                bytes=fetch.size if arrived else 0,
-            )
-        )
+        row = decision_row(fetch.chunk, decision, level=fetch.level, fetch_ms=(ended - started) * 1e3)
+        row |= {"estimated_mbps": mbps(fetch.estimated_bytes_per_second), "measured_mbps": mbps(rate)}
+        self._log.append(row | {"bytes": fetch.size if arrived else 0})
 
     def give_up_at(self, fetch: Fetch) -> float:
         """When waiting for a fetch should end; at once if what it refines is lost or was computed."""
@@ -182,8 +173,8 @@ class Policy:
 
     def _base(self, now: float) -> Fetch | None:
         for ladder in self._order():
-            open_ = ladder.chunk not in self._closed and self._reaching[ladder.chunk] < 0
-            if open_ and self._worth_fetching(now, ladder):
+            is_open = ladder.chunk not in self._closed and self._reaching[ladder.chunk] < 0
+            if is_open and self._worth_fetching(now, ladder):
                 return self._ask(now, ladder, 0, "base")
         return None
 
@@ -203,7 +194,9 @@ class Policy:
         """If only time counts, also for what arrives before the processor has computed all others."""
         if ladder.rungs[0].size / rate < self._text_seconds(ladder.chunk, self._missing - self._bases_flying()):
             return True
-        through = self._through(self._missing - self._chunks_flying)
+        running = set() if self._running is None else {self._running.chunk}
+        rest = self._missing - self._chunks_flying - self._refused - running
+        through = self._free() + sum(map(self._seconds, rest))
         in_time = self._arrival(now, ladder.rungs[0].size, rate) < through
         return in_time and not self._promised and math.isfinite(through)
 
@@ -223,7 +216,7 @@ class Policy:
 
     def _in_time(self, now: float, ladder: Ladder, number: int, rate: float, deadline: float) -> bool:
         rung, decode = ladder.rungs[number], self.task.decode
-        arrival = self._arrival(now, ladder.missing(self._coming(ladder), rung), rate)
+        arrival = self._arrival(now, sum(part.size for part in rung.absent(self._coming(ladder))), rate)
         queued = sum(decode(self._ladders[flight.fetch.chunk].tokens, flight.fetch.level) for flight in self._flying)
         return max(arrival, self._decoded_at + queued) + decode(ladder.tokens, rung.level) <= deadline
 
@@ -271,7 +264,8 @@ class Policy:
             return in_time
         if not self._flying or not (in_time if self._promised else sooner or end <= self._all_by()):
             return False  # without fetches streaming is over, and one pass over all that is missing is sooner
-        return sooner or (self._ladders[chunk].loses and chunk not in self._chunks_flying)
+        rungs = self._ladders[chunk].rungs
+        return sooner or (bool(rungs) and rungs[0].loss > 0 and chunk not in self._chunks_flying)
 
     def _texts(self) -> Iterator[int]:
         """Chunks that may be computed: what is missing and not under way, then what is, then what loses something."""
@@ -299,10 +293,6 @@ class Policy:
                 found.add(chunk)
         return found
 
-    def _through(self, chunks: frozenset[int]) -> float:
-        rest = chunks - self._refused - ({self._running.chunk} if self._running is not None else set())
-        return self._free() + sum(self._seconds(chunk) for chunk in rest)
-
     # ---- times -------------------------------------------------------------------------------------------------------
 
     def _deadline(self, arriving: frozenset[int]) -> float:
@@ -314,7 +304,7 @@ class Policy:
         return self._deadline(_NONE if self._promised else self._bases_flying())
 
     def _all_by(self) -> float:
-        return self._deadline(frozenset(ladder.chunk for ladder in self._open()))
+        return self._deadline(self._missing - self._closed)
 
     def _last_hope(self) -> float:
         """When the oldest outstanding base, or the next one, must arrive so that all others could still come in time,
@@ -393,12 +383,8 @@ class Policy:
 
     # ---- chunks ------------------------------------------------------------------------------------------------------
 
-    def _open(self) -> list[Ladder]:
-        return [self._ladders[chunk] for chunk in self._missing - self._closed]
-
     def _to_come(self) -> list[Ladder]:
-        meanwhile = self._meanwhile(self._all_by())
-        return [ladder for ladder in self._open() if ladder.chunk not in meanwhile]
+        return [self._ladders[chunk] for chunk in self._missing - self._closed - self._meanwhile(self._all_by())]
 
     def _open_decode(self) -> float:
         return sum(self.task.decode(ladder.tokens, ladder.rungs[0].level) for ladder in self._to_come())
