@@ -23,7 +23,7 @@ from kvtool.core.query.explain import explain
 from kvtool.core.query.iterative import Outcome, fuse_prompt, store_chunks
 from kvtool.core.query.options import LoadOptions, QueryOptions
 from kvtool.core.query.prompt import Marks, PromptLayout, PromptSource, lay_out, lay_out_messages, plan_marks
-from kvtool.core.query.recurrent import keep_prefix
+from kvtool.core.query.recurrent import store_checkpoints
 from kvtool.core.query.reply import Reply, ReplyChunk, Request, Verified
 from kvtool.core.query.retrieve import Retrieved, retrieve
 from kvtool.core.query.staleness import with_changes
@@ -185,7 +185,7 @@ class PreparedAnswer:
         if not self.selector.uses_cache:
             return
         if self.outcome.chained is not None:
-            keep_prefix(self.session, self.outcome.chained, self.options.state_cache_size, again)
+            store_checkpoints(self.session, self.outcome.chained, self.options.state_cache_size, again)
         else:
             store_chunks(self.session, self.outcome.fused, self.source.holes, again, self.layout.learned)
 

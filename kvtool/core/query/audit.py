@@ -23,7 +23,7 @@ from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.model.decoder import out_of_memory_hint
 from kvtool.core.query.answer import answer
 from kvtool.core.query.options import QueryOptions
-from kvtool.core.query.recurrent import answer_chain
+from kvtool.core.query.recurrent import fuse_after_checkpoints
 from kvtool.core.query.reply import Reply, Request
 from kvtool.core.query.retrieve import Retrieved
 from kvtool.core.session.session import Session
@@ -104,7 +104,7 @@ def audit(session: Session, reply: Reply, options: QueryOptions) -> Audit:
 
 def _in_full(session: Session, plan: Plan, options: QueryOptions) -> Fused:
     if session.identity.keeps_states:
-        return answer_chain(session, plan, Full(), options).fused
+        return fuse_after_checkpoints(session, plan, Full(), options).fused
     return fuse(session.decoder, plan, Full(), session.source, options.max_tokens)
 
 

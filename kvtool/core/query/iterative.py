@@ -20,7 +20,7 @@ from kvtool.core.fusion.plan import Candidate, Plan, Segment, as_resident, build
 from kvtool.core.fusion.prefix_cache import PrefixFused, extend_prefix
 from kvtool.core.model.generate import GreedyPrefix, greedy_prefix
 from kvtool.core.model.recurrent import is_recurrent
-from kvtool.core.query.recurrent import answer_chain
+from kvtool.core.query.recurrent import fuse_after_checkpoints
 from kvtool.core.query.reply import OWN_TEXT, Round
 from kvtool.core.records.encode import LeadIns
 from kvtool.core.records.read import repair_chunks
@@ -68,7 +68,7 @@ def fuse_prompt(
         chained = extend_prefix(decoder, cache, plan, selector, reserve, timeline)
         return Outcome(chained.fused, chained=chained)
     if cache is None and session.identity.keeps_states:
-        chained = answer_chain(session, plan, selector, options)
+        chained = fuse_after_checkpoints(session, plan, selector, options)
         return Outcome(chained.fused, chained=chained)
     if cache is None and options.defer:
         return fuse_in_rounds(session, plan, selector, source.kv, options)
