@@ -271,22 +271,6 @@ class Check:
     since: float
     prefill_ms: float
 
-    def verdict(self, generated: Generated, first_ms: float) -> Verified:
-        """Return what became of the draft. `generated`: by full prefill. `first_ms`: to the draft's first token."""
-        agreed = [ours == theirs for ours, theirs in zip(self.known, self.draft.script, strict=False)]
-        draft = self.draft.text.strip()
-        checking_ms = (time.perf_counter() - self.since) * 1e3
-        return Verified(
-            accepted=min(sum(agreed), len(self.draft.ids)),
-            drafted=len(self.draft.ids),
-            draft=None if draft == generated.text.strip() else draft,
-            timing_ms={
-                "first": first_ms,
-                "prefill": self.prefill_ms,
-                "final": first_ms + self.draft.milliseconds + checking_ms,
-            },
-        )
-
 
 def _in_full(plan: Plan, has_prefix: bool) -> Plan:
     """Return the plan of the same prompt in full; the first segment is what earlier turns left, and exact, if
@@ -297,10 +281,16 @@ def _in_full(plan: Plan, has_prefix: bool) -> Plan:
 
 
 def _verified(generated: Generated, checked: Check | None, timing: dict[str, float]) -> Verified:
-    if checked is not None:
-        return checked.verdict(generated, timing["ttft"])
-    count, first = len(generated.ids), timing["ttft"]
-    return Verified(count, count, None, {"first": first, "prefill": 0.0, "final": first + timing["generate"]})
+    """Return what became of a draft; without a check it is final. `generated`: by full prefill."""
+    first, count = timing["ttft"], len(generated.ids)
+    if checked is None:
+        return Verified(count, count, None, {"first": first, "prefill": 0.0, "final": first + timing["generate"]})
+    draft, text = checked.draft, checked.draft.text.strip()
+    agreed = sum(ours == theirs for ours, theirs in zip(checked.known, draft.script, strict=False))
+    final = first + draft.milliseconds + (time.perf_counter() - checked.since) * 1e3
+    times = {"first": first, "prefill": checked.prefill_ms, "final": final}
+    corrected = None if text == generated.text.strip() else text
+    return Verified(min(agreed, len(draft.ids)), len(draft.ids), corrected, times)
 
 
 def reply_chunks(session: Session, layout: PromptLayout, plan: Plan) -> list[ReplyChunk]:
