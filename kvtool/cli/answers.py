@@ -14,8 +14,7 @@ from kvtool.core.common.sizes import counted
 from kvtool.core.query.reply import marked
 
 if TYPE_CHECKING:
-    from kvtool.core.query.explain import ChunkSpans
-    from kvtool.core.query.reply import Reply, ReplyChunk
+    from kvtool.core.query.reply import ChunkSpans, Reply, ReplyChunk
 
 Facts = Mapping[str, Any]  # of a reply, as its JSON has them
 _MISLEADING = re.compile(r'"|,\s|\s\((?:from|changed|gone)\b')  # separators of places, and remarks after one
@@ -77,8 +76,7 @@ _OTHER = 34
 
 
 def show_explained(out: Out, reply: Reply) -> None:
-    """Each chunk's text with what was recomputed of it in a colour, or in brackets, under a line that says why; then
-    the attention backends."""
+    """Each chunk's text with what was recomputed of it in a colour, or in brackets, under a line that says why."""
     for chunk, runs in zip(reply.chunks, reply.explanations, strict=True):
         out.status(f"{cited(chunk)}: {_counts(runs, chunk.tokens)}")
         out.passage((span.text, _COLOURS.get(span.reason, _OTHER) if span.reason else 0) for span in runs.spans)
@@ -90,9 +88,6 @@ def show_explained(out: Out, reply: Reply) -> None:
         )
     if forward := reply.resolved.get("forward"):
         out.status(f"layers: {forward}")
-    for one in reply.backends:
-        window = "" if one.window is None else f" with a window of {one.window}"
-        out.status(f"attention of {counted(one.layers, 'layer')}{window}: {one.chosen}")
 
 
 def _counts(runs: ChunkSpans, tokens: int) -> str:
@@ -156,8 +151,7 @@ def show_decision(out: Out, facts: Facts) -> None:
     level = "" if chosen["level"] is None else f" from level {chosen['level']}"
     fusion = facts["fusion"]
     out.status(f"auto: {fusion}{ratio}{level}, expected after {chosen['expected_ms'][fusion]:.0f} ms")
-    for reason in chosen["notes"]:
-        out.detail(f"  {reason}")
+    out.detail("  expected: " + ", ".join(f"{mode} {ms:.0f} ms" for mode, ms in chosen["expected_ms"].items()))
 
 
 def _show_rounds(out: Out, facts: Facts) -> None:

@@ -310,11 +310,10 @@ class Chat:
         show_sources(self._out, reply.sources, passages=bool(reply.sources))
 
     def _explain(self, _: str) -> None:
-        from kvtool.core.query.explain import explain, explain_attention
+        from kvtool.core.query.explain import explain
 
         reply = self._answered_last()
         reply.explanations = explain(reply.fused, self._session.tokenizer)
-        reply.backends = explain_attention(self._session.decoder, reply.fused)
         show_explained(self._out, reply)
         if reply.turn["search"] != reply.question:
             self._out.status(f"searched by: {reply.turn['search']}")

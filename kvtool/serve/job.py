@@ -180,10 +180,10 @@ class CachedConversation:
         reply.timing_ms["ttft"] += self.ms
         return reply
 
-    def keep(self) -> None:
+    def store_chunks(self) -> None:
         for prepared in self.restored:
-            prepared.keep(again=True)
-        self.prepared.keep()
+            prepared.store_chunks(again=True)
+        self.prepared.store_chunks()
 
 
 class Step(Enum):

@@ -57,7 +57,7 @@ def steps_of(
             conversations.hold(cached.conversation, job.ask.request)
     yield Step.DONE
     with decoder.pausing(partial(pause, None)):
-        (cached or prepared).keep()
+        (cached or prepared).store_chunks()
 
 
 def _prefill(
@@ -83,7 +83,7 @@ def _prefill(
 
 def _turns(job: Job, session: Session, conversations: ConversationCache) -> Generator[_Prompt | None]:
     """Yield None after each turn of the prompt, at last the prompt."""
-    from kvtool.core.query.answer import begin_answer
+    from kvtool.core.query.answer import load_and_fuse
     from kvtool.core.query.prompt import lay_out, lay_out_messages
 
     ask = describe_tools(job.ask, session)
@@ -93,7 +93,7 @@ def _turns(job: Job, session: Session, conversations: ConversationCache) -> Gene
             ask = job.ask = replace(ask, request=replace(ask.request, messages=()))
             if ask.turns is None:
                 layout = lay_out(session, ask.request, ask.options, must_find=ask.must_find)
-        prepared = None if layout is None else begin_answer(session, layout, ask.options)
+        prepared = None if layout is None else load_and_fuse(session, layout, ask.options)
     if prepared is not None:
         yield prepared, None
         return

@@ -24,7 +24,6 @@ from kvtool.core.fusion.cost import PassSpeed
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.session.session import Session
 from kvtool.core.session.speeds import recalled
-from kvtool.core.streaming.fetch_state import DEFAULT_MARGIN
 from kvtool.core.streaming.policy import DEPTH
 from samples.benchmarks.script import Parser, parser, positive, run, several, whole
 from samples.benchmarks.streaming.bench import StreamBench, StreamOptions, bench_stream
@@ -54,7 +53,6 @@ def arguments() -> Parser:
     made.add_argument("--levels", type=Path, metavar="FILE.json", help="as `inspect codec --json` gives, with --shape")
     made.add_argument("--trace", type=Path, action="append", metavar="FILE", help="bandwidth over time (repeatable)")
     made.add_argument("--predictor", choices=PREDICTORS, default=DEFAULT_PREDICTOR, help="of the bandwidth")
-    made.add_argument("--margin", type=float, default=DEFAULT_MARGIN, metavar="SHARE", help="not counted on")
     made.add_argument("--depth", type=whole, default=DEPTH, metavar="N", help="requests outstanding at once")
     made.add_argument("--gpu", choices=GPUS, default="a100", help="what computes, with --shape")
     made.add_argument("--prefill-tokens-per-second", type=positive, metavar="N", help="default: the GPU's, or measured")
@@ -66,7 +64,7 @@ def arguments() -> Parser:
 
 def simulate_all(given: argparse.Namespace, out: Out) -> None:
     """Run every policy over every trace, and show the result."""
-    options = StreamOptions(given.slo_ms, given.predictor, given.margin, given.depth)
+    options = StreamOptions(given.slo_ms, given.predictor, given.depth)
     if given.write_traces is not None:
         write_traces(given.write_traces)
     traces = [read_trace(path) for path in given.trace] if given.trace else generate()

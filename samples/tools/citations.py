@@ -25,7 +25,7 @@ from kvtool.core.ingest.job import ingest
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.generate import generate
 from kvtool.core.model.options import ModelOptions
-from kvtool.core.query.answer import begin_answer
+from kvtool.core.query.answer import load_and_fuse
 from kvtool.core.query.cite import RareWords, Sentence, cite, passage_sentences, sentences_of
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.prompt import lay_out
@@ -130,7 +130,7 @@ def asked(
     """Answer a question; return whether each rule's sentence is a marked one, the milliseconds of processor time,
     and the number of sentences."""
     with session.lock, session.store.view():
-        begun = begin_answer(session, lay_out(session, request, options), options)
+        begun = load_and_fuse(session, lay_out(session, request, options), options)
         first, *more = begun.known
         said = generate(session.decoder, begun.outcome.fused.cache, first, begun.sampling, None, more)
     text, started = said.text.strip(), time.process_time()

@@ -24,10 +24,11 @@ from kvtool.core.checkpoint.architecture import FAMILIES as LISTED  # noqa: E402
 from kvtool.core.checkpoint.text_submodel import text_config  # noqa: E402
 from kvtool.core.common.collecting import quiet  # noqa: E402
 from kvtool.core.kernels.attention import flash_cpu  # noqa: E402
+from kvtool.core.kernels.attention.dispatch import Explanation, explain  # noqa: E402
+from kvtool.core.kernels.attention.params import AttentionCall  # noqa: E402
 from kvtool.core.model.decode import decode_backend  # noqa: E402
 from kvtool.core.model.decoder import Decoder  # noqa: E402
 from kvtool.core.model.kinds import LayerKind  # noqa: E402
-from kvtool.core.query.explain import backends_of  # noqa: E402
 from kvtool.core.session.gate import check_invariants  # noqa: E402
 from tests.checkpoint.gguf_models import IN_GGUF  # noqa: E402
 from tests.families import FAMILIES, HYBRIDS, KINDS, tiny_model  # noqa: E402
@@ -171,13 +172,35 @@ def exceptions_of(decoder: Decoder) -> set[tuple[str, str]]:
     layers, decoding = _without_class(decoder.forward.why), _without_class(backend.why)
     same = layers == decoding
     parts = {"layers, decoding": layers} if same else {"layers": layers, "decoding": decoding}
-    chosen = [layer.chosen for layer in backends_of(decoder, QUESTION_ROWS, PROMPT)]
+    chosen = backends_of(decoder, QUESTION_ROWS, PROMPT)
     attention = {
         ("attention", f"{dict(one.declined)[flash_cpu.name]}: {one.serves.name}")
         for one in chosen
         if one.serves is not flash_cpu
     }
     return {(part, reason) for part, reason in parts.items() if reason} | attention
+
+
+def backends_of(decoder: Decoder, rows: int, keys: int) -> list[Explanation]:
+    """Return the attention backends of a model's layers, one for each kind, for so many rows over so many keys."""
+    calls = {
+        AttentionCall(
+            device=decoder.device.partition(":")[0],
+            dtype=decoder.dtype,
+            heads=int(decoder.config.num_attention_heads),
+            kv_heads=kind.shape.heads,
+            key_dim=kind.shape.attended,
+            value_dim=kind.shape.value_dim,
+            rows=rows,
+            keys=keys,
+            window=kind.window,
+            softcap=kind.softcap is not None,
+            sinks=kind.sinks,
+            causal=rows == keys > 1 and kind.is_plain,
+        )
+        for kind in decoder.kinds
+    }
+    return [explain(call) for call in calls]
 
 
 def _without_class(reason: str) -> str:

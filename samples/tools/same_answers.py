@@ -59,10 +59,10 @@ def save(options: argparse.Namespace) -> None:
             reply = cache.query(QUESTION, fusion=mode, max_tokens=options.max_tokens, explain=True, force=True)
             logits[mode] = reply.fused.logits.float().numpy()
             answers.append({"mode": mode, "answer": reply.answer, "ids": list(reply.generated.ids)})
-            answers[-1] |= {"tokens": reply.tokens, "resolved": reply.resolved, "backends": reply.backends}
+            answers[-1] |= {"tokens": reply.tokens, "resolved": reply.resolved}
             about = {"machine": platform.machine(), "torch": torch.__version__, "answers": answers}
             np.savez_compressed(options.file, about=np.array(json.dumps(about, default=str)), **logits)
-            tell(started, f"{mode}: {reply.answer!r} {reply.resolved} {reply.backends}")
+            tell(started, f"{mode}: {reply.answer!r} {reply.resolved}")
 
 
 def tell(started: float, what: str) -> None:

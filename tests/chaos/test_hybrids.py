@@ -1,7 +1,7 @@
 """Models that keep states, in trouble: concurrent processes, full disks, prunes, merges, talks.
 
 Kills are among the commands of `harness/works.py`; what is wrong under a right digest is in
-`tests/query/test_hostile_stretches.py`.
+`tests/query/test_recurrent.py`.
 """
 
 from __future__ import annotations

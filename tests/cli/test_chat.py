@@ -173,7 +173,7 @@ def test_ctrl_c_before_the_first_word_drops_the_question(screen: Screen, monkeyp
         signal.raise_signal(signal.SIGINT)
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvtool.core.query.answer._fuse", fuse)
+        patch.setattr("kvtool.core.query.answer.fuse_prompt", fuse)
         assert "the question is dropped" in screen.says(QUESTION)
     assert not screen.talk.turns
     assert "sources: " in screen.says(QUESTION)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +15,12 @@ from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
 from kvtool.core.session import speeds
 from kvtool.core.session.session import Session
-from tests.cli.working import (
-    CHUNKS,
-    PREFIX,
-    QUESTION,
-    SHORT,
-    Done,
-    kvtool,
-    write_corpus,
-)
-from tests.compress.making import make_fitted, make_plain
+from tests.cli.working import QUESTION, SHORT, Done, kvtool
+from tests.query.test_levels import know
 
 CACHE_PAYS = PassSpeed(fixed=1e-4, row=1e-3, key=0.0)
 COMPUTE_PAYS = PassSpeed(fixed=1e-9, row=1e-12, key=0.0)
+LOSSES = {"l1": 0.001, "l2": 0.002, "l3": 0.3, "l4": 0.4}
 
 
 class Stopwatch:
@@ -64,78 +55,62 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Stopwatch:
     return watch
 
 
-@pytest.fixture(scope="module")
-def small_store(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("auto")
-    at = ("--store", folder / "store", "--model", tiny, *CHUNKS, *PREFIX)
-    kvtool("ingest", write_corpus(folder / "in"), *at).fine()
-    kvtool("query", QUESTION, "--store", folder / "store", *SHORT).fine()  # builds the index, too
-    return folder / "store"
+def ask(store: Path, *more: object) -> Done:
+    return kvtool("query", QUESTION, "--store", store, "--fusion", "auto", *SHORT, *more, "--json").fine()
 
 
-@pytest.fixture
-def path(small_store: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(small_store, tmp_path / "store"))
-
-
-def ask(path: Path, *more: object) -> Done:
-    return kvtool("query", QUESTION, "--store", path, "--fusion", "auto", *SHORT, *more, "--json").fine()
-
-
-def kept(path: Path) -> Path:
-    (file,) = (each for each in (path / "speeds").iterdir() if each.name != "ingest.json")
+def kept(store: Path) -> Path:
+    (file,) = (each for each in (store / "speeds").iterdir() if each.name != "ingest.json")
     return file
 
 
 @pytest.mark.slow
-def test_measured_for_real(path: Path) -> None:
-    row = ask(path).json
+def test_measured_for_real(store: Path) -> None:
+    row = ask(store).json
     controller = row["controller"]
     assert row["fusion"] == controller["fusion"] in ("full", "prefix", "union")
-    assert set(controller) == {"fusion", "ratio", "level", "expected_ms", "level_ms", "notes"}
+    assert set(controller) == {"fusion", "ratio", "level", "expected_ms", "level_ms"}
     assert set(controller["expected_ms"]) == {"full", "prefix", "union"}
     assert all(ms > 0 for ms in controller["expected_ms"].values())
-    assert controller["notes"]
     assert row["timing_ms"]["profile"] > 0
     assert row["timing_ms"]["ttft"] >= row["timing_ms"]["decide"] > 0
-    (machine,) = json.loads(kept(path).read_text())["machines"].values()
+    (machine,) = json.loads(kept(store).read_text())["machines"].values()
     assert set(machine) == {"pass", "loads"}
     assert set(machine["loads"]) == {"raw"}
     assert machine["loads"]["raw"]["bytes_per_second"] > 0
 
 
-def test_the_mode_and_the_ratio_that_were_chosen(path: Path, watch: Stopwatch) -> None:
-    done = ask(path, "--ratio", "0.3")
+def test_the_mode_and_the_ratio_that_were_chosen(store: Path, watch: Stopwatch) -> None:
+    done = ask(store, "--ratio", "0.3")
     row = done.json
     assert (row["fusion"], row["controller"]["level"]) == ("union", "raw")
     assert row["controller"]["ratio"] >= 0.3
-    same = ("query", QUESTION, "--store", path, "--fusion", "union", *SHORT, "--json")
+    same = ("query", QUESTION, "--store", store, "--fusion", "union", *SHORT, "--json")
     union = kvtool(*same, "--ratio", row["controller"]["ratio"]).fine().json
     assert (union["answer"], union["tokens"]) == (row["answer"], row["tokens"])
     assert "controller" not in union
     assert "profile" not in union["timing_ms"]
     assert done.err.count("auto: union at 3") == 1
-    assert "level raw" in done.err
+    assert "from level raw" in done.err
 
 
-def test_full_where_computing_is_fast(path: Path, watch: Stopwatch) -> None:
+def test_full_where_computing_is_fast(store: Path, watch: Stopwatch) -> None:
     watch.passes = COMPUTE_PAYS
-    row = ask(path).json
+    row = ask(store).json
     assert row["fusion"] == "full"
     assert (row["controller"]["ratio"], row["controller"]["level"]) == (None, None)
     assert row["tokens"]["reused"] == 0
 
 
-def test_reasons_are_for_those_who_ask(path: Path, watch: Stopwatch) -> None:
-    quiet, loud = ask(path), ask(path, "-v")
-    reason = loud.json["controller"]["notes"][-1]
-    assert reason in loud.err
-    assert reason not in quiet.err
-    assert kvtool("query", QUESTION, "--store", path, "--fusion", "auto", *SHORT, "-q").fine().err == ""
+def test_reasons_are_for_those_who_ask(store: Path, watch: Stopwatch) -> None:
+    quiet, loud = ask(store), ask(store, "-v")
+    assert "expected: full" in loud.err
+    assert "expected: full" not in quiet.err
+    assert kvtool("query", QUESTION, "--store", store, "--fusion", "auto", *SHORT, "-q").fine().err == ""
 
 
-def test_measured_once_and_kept(path: Path, watch: Stopwatch) -> None:
-    first, second = ask(path), ask(path)
+def test_measured_once_and_kept(store: Path, watch: Stopwatch) -> None:
+    first, second = ask(store), ask(store)
     assert watch.measured == ["pass", "raw"]
     assert "measuring" in first.err
     assert "measuring" not in second.err
@@ -148,46 +123,46 @@ BROKEN = ["", "{", "[]", '{"format": 1}', '{"format": 99, "machines": {}}', '{"f
 
 @pytest.mark.slow
 @pytest.mark.parametrize("content", [*BROKEN, {"fixed": -1}, {"fixed": None}])
-def test_a_file_that_cannot_be_used_is_made_anew(content: str | dict[str, Any], path: Path, watch: Stopwatch) -> None:
-    ask(path)
+def test_a_file_that_cannot_be_used_is_made_anew(content: str | dict[str, Any], store: Path, watch: Stopwatch) -> None:
+    ask(store)
     if isinstance(content, dict):
-        value = json.loads(kept(path).read_text())
+        value = json.loads(kept(store).read_text())
         for machine in value["machines"].values():
             machine["pass"] |= content
         content = json.dumps(value)
-    kept(path).write_text(content)
-    ask(path)
-    ask(path)
+    kept(store).write_text(content)
+    ask(store)
+    ask(store)
     assert watch.measured == ["pass", "raw"] * 2
 
 
-def test_a_store_that_cannot_be_written(path: Path, watch: Stopwatch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_cannot_be_written(store: Path, watch: Stopwatch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Store, "read_only", True)
-    ask(path)
-    ask(path)
+    ask(store)
+    ask(store)
     assert watch.measured == ["pass", "raw"] * 2
-    assert {each.name for each in (path / "speeds").glob("*")} <= {"ingest.json"}  # of the run that made the store
+    assert {each.name for each in (store / "speeds").glob("*")} <= {"ingest.json"}  # of the run that made the store
 
 
 @pytest.mark.slow
-def test_what_a_busy_machine_does_is_not_kept(path: Path, watch: Stopwatch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_busy_machine_does_is_not_kept(store: Path, watch: Stopwatch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speeds, "is_busy", lambda: True)
-    assert "it is busy" in ask(path).err
+    assert "it is busy" in ask(store).err
     monkeypatch.setattr(speeds, "is_busy", lambda: False)
-    ask(path)
+    ask(store)
     assert watch.measured == ["pass", "raw"] * 2
-    ask(path)
+    ask(store)
     assert watch.measured == ["pass", "raw"] * 2
 
 
-def test_records_that_cannot_be_read_are_holes(path: Path, watch: Stopwatch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_that_cannot_be_read_are_holes(store: Path, watch: Stopwatch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speeds, "measure_load", lambda *args: None)
-    assert ask(path).json["controller"]["fusion"] in ("full", "prefix")
+    assert ask(store).json["controller"]["fusion"] in ("full", "prefix")
 
 
 @pytest.mark.slow
-def test_compare(path: Path, watch: Stopwatch) -> None:
-    args = ("query", QUESTION, "--store", path, "--compare", "reuse,auto", *SHORT)
+def test_compare(store: Path, watch: Stopwatch) -> None:
+    args = ("query", QUESTION, "--store", store, "--compare", "reuse,auto", *SHORT)
     row = kvtool(*args, "--json").fine().json
     assert [run["fusion"] for run in row["runs"]] == ["full", "reuse", "union"]
     assert ["controller" in run for run in row["runs"]] == [False, False, True]
@@ -196,9 +171,9 @@ def test_compare(path: Path, watch: Stopwatch) -> None:
 
 
 @pytest.mark.slow
-def test_batch(path: Path, watch: Stopwatch, tmp_path: Path) -> None:
+def test_batch(store: Path, watch: Stopwatch, tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text('{"question": "mill", "answers": ["x"]}\n{"question": "baker"}\n')
-    at = ("query", "--batch", tmp_path / "b.jsonl", "--store", path, *SHORT)
+    at = ("query", "--batch", tmp_path / "b.jsonl", "--store", store, *SHORT)
     *rows, summary = kvtool(*at, "--fusion", "auto").fine().lines
     assert all(row["controller"]["fusion"] == row["fusion"] for row in rows)
     assert (summary["fusion"], summary["count"]) == ("auto", 2)
@@ -207,26 +182,15 @@ def test_batch(path: Path, watch: Stopwatch, tmp_path: Path) -> None:
     assert [run["fusion"] for run in summary["runs"]] == ["full", "union", "auto"]
 
 
-def test_chunks_that_are_held_are_not_counted_as_read(path: Path, watch: Stopwatch) -> None:
+def test_chunks_that_are_held_are_not_counted_as_read(store: Path, watch: Stopwatch) -> None:
     """Reading takes so long that computing is faster, until an earlier question has read them."""
     watch.loads = LoadSpeed(0.0, 1.0, 1.0, 1e9)
     request = Request("mill", documents=("mill2.md",))
     auto, reuse = QueryOptions(fusion="auto", max_tokens=2), QueryOptions(fusion="reuse", max_tokens=2)
-    with Store.open(path) as store:
-        session = Session.open(store, memory_cache=10**9)
+    with Store.open(store) as opened:
+        session = Session.open(opened, memory_cache=10**9)
         modes = [answer(session, request, options).fusion for options in (auto, reuse, auto)]
         assert modes == ["full", "reuse", "union"]
-
-
-@pytest.fixture(scope="module")
-def fitted_store(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("fitted")
-    path = make_fitted(make_plain(tiny, tmp_path_factory.mktemp("plain")), folder)
-    with Store.open(path) as store, store.writer() as writer:
-        losses = {level: {"kl_answer": loss} for level, loss in zip("1234", (0.001, 0.002, 0.3, 0.4), strict=True)}
-        state = store.codec_state()
-        writer.set_codec_state(state | {"losses": {state["profile"]: losses}})
-    return path
 
 
 @pytest.mark.slow
@@ -245,13 +209,12 @@ def test_the_level_that_is_expected_to_be_fastest(
     more: tuple[str, ...],
     chosen: str,
     weighed: set[str],
-    fitted_store: Path,
-    tmp_path: Path,
+    fitted: Path,
     watch: Stopwatch,
 ) -> None:
-    path = Path(shutil.copytree(fitted_store, tmp_path / "store"))
+    know(fitted, **LOSSES)
     watch.loads, watch.by_level = LoadSpeed(0.0, 1e-4, 1.0, 1e9), {fast: LoadSpeed(0.0, 1e-7, 1.0, 1e9)}
-    args = ("query", "Where?", "--store", path, "--documents", "mill0.md", *SHORT, "--json")
+    args = ("query", "Where?", "--store", fitted, "--documents", "mill0.md", *SHORT, "--json")
     row = kvtool(*args, "--fusion", "auto", *more).fine().json
     assert row["controller"]["fusion"] == "union"
     assert row["controller"]["level"] == chosen
@@ -261,10 +224,8 @@ def test_the_level_that_is_expected_to_be_fastest(
 
 
 @pytest.mark.slow
-def test_a_level_that_came_later_is_measured_then(fitted_store: Path, tmp_path: Path, watch: Stopwatch) -> None:
-    path = Path(shutil.copytree(fitted_store, tmp_path / "store"))
-    args: Callable[..., Done] = lambda *more: ask(path, "--documents", "mill0.md", *more)  # noqa: E731
-    args("--level", "raw")
-    args()
-    args()
+def test_a_level_that_came_later_is_measured_then(fitted: Path, watch: Stopwatch) -> None:
+    know(fitted, **LOSSES)
+    for more in (("--level", "raw"), (), ()):
+        ask(fitted, "--documents", "mill0.md", *more)
     assert watch.measured == ["pass", "raw", "1", "2"]

@@ -41,10 +41,10 @@ def test_parameters_reach_modes_and_fields() -> None:
 
 def test_a_flag_adds_to_a_file(tmp_path: Path) -> None:
     (tmp_path / "kvtool.toml").write_text(
-        '[set]\nblend.metric = "k_l1"\nstream.margin = 0.2\nsampling.stop_repeats = false\n[query]\nratio = 0.3'
+        '[set]\nblend.metric = "k_l1"\nload.timeout = "2 s"\nsampling.stop_repeats = false\n[query]\nratio = 0.3'
     )
-    options = by_flags("stream.margin=5 %", "blend.check_layer=2", folder=tmp_path).get(QueryOptions)
-    assert (options.stream_margin, options.stop_repeats) == (0.05, False)
+    options = by_flags("load.timeout=500ms", "blend.check_layer=2", folder=tmp_path).get(QueryOptions)
+    assert (options.load_timeout, options.stop_repeats) == (0.5, False)
     assert selector_for(options, "blend") == Blend(0.3, check_layer=2, metric="k_l1")
     (tmp_path / "kvtool.toml").write_text('[query.set]\n"blend.metric" = "k_sse"')
     assert selector_for(by_flags(folder=tmp_path).get(QueryOptions), "blend") == Blend(metric="k_sse")
@@ -78,7 +78,7 @@ def test_a_wrong_parameter_is_a_usage_error(pair: str, said: str, hint: str) -> 
     assert hint in caught.value.hint
     if hint.endswith("known: "):
         assert "blend.check_layer=1, blend.metric=v_sse" in caught.value.hint
-        assert "stream.margin=10%" in caught.value.hint
+        assert "load.timeout=10s" in caught.value.hint
 
 
 def test_the_command_refuses_an_unknown_name() -> None:

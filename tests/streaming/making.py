@@ -9,8 +9,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from kvtool.core.streaming.fetch_state import Fetch, Ladder, Part, Policy, Rung, Task
-from kvtool.core.streaming.policy import OverlapPolicy
+from kvtool.core.streaming.fetch_state import Fetch, Ladder, Part, Rung, Task
+from kvtool.core.streaming.policy import Policy
 from samples.benchmarks.streaming.predictors import PREDICTORS
 from samples.benchmarks.streaming.traces import LinkTrace
 
@@ -40,7 +40,7 @@ def _level(name: str) -> str:
 
 def task(
     chunks: int = 4,
-    objective: float | None = 1.0,
+    objective: float = 1.0,
     text: float = 0.2,
     question: float = 0.05,
     decode: Callable[[int, str], float] = lambda tokens, level: 0.0,
@@ -51,13 +51,13 @@ def task(
     return Task(ladders, lambda texts: question + text * len(texts), objective, decode)
 
 
-def adaptive(one: Task, predictor: str = "last", margin: float = 0.0) -> OverlapPolicy:
+def adaptive(one: Task, predictor: str = "last") -> Policy:
     """The policy without a processor: nothing is computed before the pass."""
-    return both(replace(one, alone=lambda chunk: math.inf), predictor, margin)
+    return both(replace(one, alone=lambda chunk: math.inf), predictor)
 
 
-def both(one: Task, predictor: str = "last", margin: float = 0.0) -> OverlapPolicy:
-    return OverlapPolicy(one, PREDICTORS[predictor](), margin)
+def both(one: Task, predictor: str = "last") -> Policy:
+    return Policy(one, PREDICTORS[predictor]())
 
 
 def steady(mbps: float, latency_ms: float = 0.0) -> LinkTrace:
@@ -72,7 +72,7 @@ def ladders(draw: Any, chunk: int) -> Ladder:
 
 
 @st.composite
-def tasks(draw: Any, objectives: Any = None) -> Task:
+def tasks(draw: Any) -> Task:
     """Chunks of random levels; compute and decode of random seconds a token."""
     count = draw(st.integers(1, 6))
     made = tuple(draw(ladders(chunk)) for chunk in range(count))
@@ -85,7 +85,7 @@ def tasks(draw: Any, objectives: Any = None) -> Task:
         total = sum(tokens[chunk] for chunk in texts)
         return question + token * total + crossed * total * total
 
-    objective = draw(st.floats(0.01, 4) if objectives is None else objectives)
+    objective = draw(st.floats(0.01, 4))
     return Task(made, compute, objective, lambda count, level: decode * count)
 
 
@@ -106,7 +106,7 @@ def traces(draw: Any) -> LinkTrace:
 class Watched:
     policy: Policy
     asked: list[Fetch] = field(default_factory=list)
-    ended: list[tuple[Fetch, float, bool, float | None]] = field(default_factory=list)  # with the limit at that time
+    ended: list[tuple[Fetch, float, bool, float]] = field(default_factory=list)  # with the limit at that time
 
     def next(self, now: float) -> Fetch | None:
         fetch = self.policy.next(now)
@@ -118,7 +118,7 @@ class Watched:
         self.ended.append((fetch, ended, arrived, self.policy.give_up_at(fetch)))
         self.policy.done(fetch, started, ended, arrived)
 
-    def give_up_at(self, fetch: Fetch) -> float | None:
+    def give_up_at(self, fetch: Fetch) -> float:
         return self.policy.give_up_at(fetch)
 
     def __getattr__(self, name: str) -> Any:

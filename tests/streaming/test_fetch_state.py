@@ -14,9 +14,8 @@ from tests.streaming.making import ladders, nested
 def test_a_nested_level_needs_what_it_refines() -> None:
     one = Ladder.of(0, 10, nested({"4": 5, "3": 7, "lossless": 100}))
     assert [rung.level for rung in one.rungs] == ["4", "3", "lossless"]
-    assert one.missing(set(), one.rungs[1]) == 12
-    assert one.missing({"4"}, one.rungs[1]) == 7
-    assert one.missing({"4", "3"}, one.rungs[2]) == 100
+    absent = ((one.rungs[1], set()), (one.rungs[1], {"4"}), (one.rungs[2], {"4", "3"}))
+    assert [sum(part.size for part in rung.absent(held)) for rung, held in absent] == [12, 7, 100]
 
 
 def test_a_level_as_large_as_one_that_loses_no_more_is_dropped() -> None:

@@ -17,14 +17,14 @@ from samples.benchmarks.streaming.simulate import meets, simulate
 from samples.benchmarks.streaming.traces import LinkTrace
 from tests.streaming.making import MB, adaptive, both, ladder, steady, task, tasks, traces
 
-CHOICES = st.sampled_from(sorted(PREDICTORS)), st.sampled_from((0.0, 0.1, 0.5)), st.integers(1, 4)
+CHOICES = st.sampled_from(sorted(PREDICTORS)), st.integers(1, 4)
 DEAD = LinkTrace("dead", "dead", ((0.0, 0.0), (60.0, 1.0)))
 
 
 @st.composite
-def alone(draw: Any, objectives: Any = None) -> Task:
+def alone(draw: Any) -> Task:
     """Draw tasks of which most chunks may be computed separately, at a higher or lower cost than in the pass."""
-    one = draw(tasks(objectives))
+    one = draw(tasks())
     tokens = {rungs.chunk: rungs.tokens for rungs in one.ladders}
     fixed, token = draw(st.floats(0, 0.05)), draw(st.floats(0, 5e-4))
     never = draw(st.sets(st.sampled_from(sorted(tokens)), max_size=1))
@@ -34,32 +34,19 @@ def alone(draw: Any, objectives: Any = None) -> Task:
 @settings(max_examples=100, deadline=None)
 @given(alone(), traces(), *CHOICES, st.sampled_from((0.3, 1.0, 4.0)))
 def test_the_objective_is_met_wherever_text_alone_would_meet_it_however_slow_the_processor(
-    one: Task, trace: LinkTrace, predictor: str, margin: float, depth: int, slower: float
+    one: Task, trace: LinkTrace, predictor: str, depth: int, slower: float
 ) -> None:
-    run = simulate(both(one, predictor, margin), one, trace, depth, slower)
-    assert one.objective is not None
+    run = simulate(both(one, predictor), one, trace, depth, slower)
     if one.compute(frozenset(rungs.chunk for rungs in one.ladders)) <= one.objective:
         assert meets(run.ttft_s, one.objective)
 
 
 @settings(max_examples=50, deadline=None)
-@given(alone(st.none()), traces(), *CHOICES)
-def test_without_an_objective_it_is_no_later_than_the_link_and_loses_no_more(
-    one: Task, trace: LinkTrace, predictor: str, margin: float, depth: int
-) -> None:
-    still = LinkTrace("t", "t", trace.steps, 0.0)
-    found, link = (simulate(make(one, predictor, margin), one, still, depth) for make in (both, adaptive))
-    assert found.ttft_s <= link.ttft_s + 1e-6
-    assert found.loss <= link.loss
-    assert found.bytes <= link.bytes
-
-
-@settings(max_examples=50, deadline=None)
-@given(alone(st.none() | st.floats(0.01, 4)), traces(), *CHOICES)
+@given(alone(), traces(), *CHOICES)
 def test_each_chunk_is_computed_once_at_most_and_told_once(
-    one: Task, trace: LinkTrace, predictor: str, margin: float, depth: int
+    one: Task, trace: LinkTrace, predictor: str, depth: int
 ) -> None:
-    policy = both(one, predictor, margin)
+    policy = both(one, predictor)
     run = simulate(policy, one, trace, depth)
     told = [row["chunk"] for row in run.log if row["compute_ms"] is not None]
     assert len(told) == len(set(told))
@@ -74,7 +61,7 @@ def computing(chunks: int = 4, seconds: float = 0.2, **more: Any) -> Task:
 
 def test_they_meet() -> None:
     """A chunk takes the link and the processor 0.2 s each: two of four from each end."""
-    one = computing(objective=None, l1=10)
+    one = computing(objective=0.3, text=0.4, l1=10)
     run = simulate(both(one), one, steady(400), depth=1)
     assert run.levels == {0: "1", 1: "1", 2: None, 3: None}
     assert run.ready_s == pytest.approx(0.4, abs=0.05)
@@ -83,7 +70,7 @@ def test_they_meet() -> None:
 
 
 def test_a_fast_link_leaves_the_processor_idle_and_a_dead_one_leaves_it_all() -> None:
-    one = computing(objective=None, l1=10)
+    one = computing(objective=0.01, text=0.4, l1=10)
     run = simulate(both(one), one, steady(20_000))
     assert (run.text_tokens, run.vain_tokens) == (0, 0)
     run = simulate(both(one), one, DEAD)
@@ -93,7 +80,7 @@ def test_a_fast_link_leaves_the_processor_idle_and_a_dead_one_leaves_it_all() ->
 
 
 def test_of_two_that_race_the_later_one_is_given_up() -> None:
-    one = computing(2, objective=None, l1=10)
+    one = computing(2, objective=0.3, text=0.4, l1=10)
     stalls = LinkTrace("t", "t", ((0.0, 400.0), (0.25, 0.0), (9.0, 400.0)))
     run = simulate(both(one), one, stalls, depth=2)
     assert run.levels == {0: "1", 1: None}
@@ -137,11 +124,11 @@ def test_a_processor_that_is_slower_than_expected_is_expected_to_stay_so() -> No
 
 def test_what_is_stored_nowhere_is_computed_first() -> None:
     hole = Ladder(9, 500, ())
-    one = Task((ladder(0), hole, ladder(1)), lambda text: 0.2 * len(text), None, alone=lambda chunk: 0.1)
+    one = Task((ladder(0), hole, ladder(1)), lambda text: 0.2 * len(text), 2.0, alone=lambda chunk: 0.1)
     policy = both(one)
     run = simulate(policy, one, steady(5000))
-    assert policy.computed == {9}
-    assert run.text_tokens == 500
+    assert next(row for row in run.log if row["decision"] == MEANWHILE)["chunk"] == 9
+    assert 9 in policy.computed
 
 
 def test_what_failed_is_not_begun_again() -> None:

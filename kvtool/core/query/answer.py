@@ -1,41 +1,33 @@
-"""Answering of one question, from its text to its answer: retrieve, lay out, fuse, generate, keep."""
+"""Answer one question: search, lay out the prompt, load and fuse its KV, generate, store what was computed, reply."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from kvtool.core.cache.entries import ChunkSpec
 from kvtool.core.common.timeline import add_span
-from kvtool.core.errors import KvtoolError
 from kvtool.core.evaluate.measures import score
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.options import selector_for
-from kvtool.core.fusion.plan import Segment, build_plan, extend_plan
-from kvtool.core.fusion.prefix_cache import extend_prefix
+from kvtool.core.fusion.plan import build_plan, extend_plan
 from kvtool.core.fusion.selectors import AUTO, WEIGHED
 from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.model.constraint import Constraint
 from kvtool.core.model.decode.native import prepare_compiled_model
 from kvtool.core.model.generate import Generated, Sampling, first_token, follow, generate, stop_ids
-from kvtool.core.model.recurrent import is_recurrent
-from kvtool.core.query.auto import Choice, choose
+from kvtool.core.query.auto import Decision, choose
 from kvtool.core.query.cite import cite
-from kvtool.core.query.explain import explain, explain_attention
-from kvtool.core.query.iterative import Outcome, fuse_in_rounds
+from kvtool.core.query.explain import explain
+from kvtool.core.query.iterative import Outcome, fuse_prompt, store_chunks
 from kvtool.core.query.options import LoadOptions, QueryOptions
 from kvtool.core.query.prompt import Marks, PromptLayout, PromptSource, lay_out, lay_out_messages, plan_marks
-from kvtool.core.query.recurrent import answer_chain, keep_prefix
-from kvtool.core.query.reply import OWN_TEXT, Reply, ReplyChunk, Request, Verified
+from kvtool.core.query.recurrent import store_checkpoints
+from kvtool.core.query.reply import Reply, ReplyChunk, Request, Verified
 from kvtool.core.query.retrieve import Retrieved, retrieve
 from kvtool.core.query.staleness import with_changes
 from kvtool.core.query.streaming import fetch_prompt
-from kvtool.core.records.encode import LeadIns
-from kvtool.core.records.read import repair_chunks
-from kvtool.core.session.identity import lead_ins_of
 
 if TYPE_CHECKING:
     from kvtool.core.fusion.plan import Plan
@@ -44,7 +36,6 @@ if TYPE_CHECKING:
 
 
 OnText = Callable[[str], None]
-_RESERVED = 1024  # tokens of an answer whose limit is the context's: caches grow, and few answers are as long
 
 
 def answer(
@@ -62,13 +53,76 @@ def answer(
     with session.lock, session.store.view():
         layout = lay_out_messages(session, request, options)
         if layout is None:
-            prefer, timeline = session.recent_chunks, session.timeline
-            retrieved = retrieved or retrieve(session.store, session.finder, request, options, prefer, timeline)
-            layout = lay_out(session, replace(request, messages=()), options, retrieved=retrieved)
-        prepared = begin_answer(session, layout, options)
-        generated, checked = prepared.complete(on_text)
-        prepared.keep(again)
+            request, prefer = replace(request, messages=()), session.recent_chunks
+            retrieved = retrieved or retrieve(session.store, session.finder, request, options, prefer, session.timeline)
+            layout = lay_out(session, request, options, retrieved=retrieved)
+        prepared = load_and_fuse(session, layout, options)
+        generated, checked = prepared.generate(on_text)
+        prepared.store_chunks(again)
         return prepared.reply(generated, checked)
+
+
+def load_and_fuse(
+    session: Session, layout: PromptLayout, options: QueryOptions, *, marked: bool = False
+) -> PreparedAnswer:
+    """Load and fuse the KV of a laid-out prompt, up to the first token of the answer. Raises GateError. `marked`: note
+    the marks of the records that are read."""
+    with session.lock, session.store.view():
+        options = replace(options, fusion=options.mode(session.identity.keeps_states))
+        session.identity.check_modes([str(options.fusion)], options.defer)
+        layout, options, decision = _choose(session, layout, options)
+        selector = selector_for(options, str(options.fusion))
+        goes_on_from_states = layout.prefix is not None and session.identity.keeps_states
+        if (selector.uses_cache or goes_on_from_states) and not options.force:
+            session.check_gate([segment.source.chunk_id for segment in layout.plan.cached])
+        if options.clamp:
+            left = session.decoder.context - layout.plan.length
+            options = replace(options, max_tokens=max(1, min(options.max_tokens, left)))
+        source = PromptSource(layout.plan, session.source)
+        is_given = layout.prefix is not None or layout.request.messages  # no level of its rows can be chosen
+        if _fetches(session, options) and not is_given and selector.reads(layout.plan, session.layers):
+            source = fetch_prompt(session, layout, options, selector)
+        prepare_compiled_model(session.decoder)
+        started = time.perf_counter()
+        outcome = fuse_prompt(session, layout.prefix, source, selector, options)
+        constraint = Constraint(options.grammar, session.tokenizer) if options.grammar else None
+        sampling = Sampling(options, ends=tuple(stop_ids(session.decoder)), constraint=constraint)
+        first = _first_tokens(outcome, sampling)
+        ms = add_span(session.timeline, f"fuse: {options.fusion}", started) * 1e3
+        chunks, resident = reply_chunks(session, layout, outcome.fused.plan), _resident_chunks(session, layout)
+        marks = plan_marks(session, layout.plan) if marked else ()
+        session.store.end_view()  # all is read: no writer, this answer included, has to wait for it
+        return PreparedAnswer(
+            session, layout, options, decision, selector, source, outcome, chunks, resident, ms, first, sampling, marks
+        )
+
+
+def _choose(
+    session: Session, layout: PromptLayout, options: QueryOptions
+) -> tuple[PromptLayout, QueryOptions, Decision | None]:
+    """Resolve `auto` to a fusion mode. A remote backend and an extended prompt cannot be weighed in advance: they get
+    the mode that loses a little."""
+    if layout.request.messages:  # their text is as it is: nothing of it is left out, or read at another level
+        options = replace(options, defer=False, fusion=WEIGHED if options.fusion == AUTO else options.fusion)
+    if options.fusion != AUTO:
+        return layout, options, None
+    if layout.prefix is not None or _fetches(session, options):
+        return layout, replace(options, fusion=WEIGHED), None
+    return choose(session, layout, options)
+
+
+def _fetches(session: Session, options: LoadOptions) -> bool:
+    """Return True if chunks are fetched from a shared store within a time objective, before anything is fused."""
+    return options.slo_ms is not None and session.store.link is not None and not session.identity.keeps_states
+
+
+def _first_tokens(outcome: Outcome, sampling: Sampling) -> Sequence[int]:
+    """Return the first tokens that are shown: those that a round was judged by, unless sampling is to choose others."""
+    if outcome.beginning is not None:
+        if sampling.options.is_greedy and sampling.options.top_logprobs is None:
+            return outcome.beginning.ids
+        outcome.fused.cache.set_length(outcome.fused.plan.length)
+    return [first_token(outcome.fused.logits, sampling)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +133,7 @@ class PreparedAnswer:
     session: Session
     layout: PromptLayout
     options: QueryOptions
-    choice: Choice | None
+    decision: Decision | None
     selector: Selector
     source: PromptSource
     outcome: Outcome
@@ -106,7 +160,7 @@ class PreparedAnswer:
             known = follow(session.decoder, exact.cache, exact.logits, draft.script, sampling)
         return Check(draft, exact, known, started if since is None else since, prefill_ms)
 
-    def complete(
+    def generate(
         self, on_text: OnText | None = None, going: Callable[[], bool] = lambda: True
     ) -> tuple[Generated, Check | None]:
         """Generate the final answer, and check it; a draft that needs no check is final. `going`: see `generate`."""
@@ -126,29 +180,30 @@ class PreparedAnswer:
             final = replace(final, finish=draft.finish)
         return final, checked
 
-    def keep(self, again: bool = False) -> None:
+    def store_chunks(self, again: bool = False) -> None:
+        """Note what was used, and store what the store lacks of it. `again`: see `answer`."""
         if not self.selector.uses_cache:
             return
         if self.outcome.chained is not None:
-            keep_prefix(self.session, self.outcome.chained, self.options.state_cache_size, again)
+            store_checkpoints(self.session, self.outcome.chained, self.options.state_cache_size, again)
         else:
-            _keep(self.session, self.outcome.fused, self.source.holes, again, self.layout.learned)
+            store_chunks(self.session, self.outcome.fused, self.source.holes, again, self.layout.learned)
 
     def _timing(self, generated: Generated) -> dict[str, float]:
-        layout, choice, fetch_ms = self.layout, self.choice, self.source.fetch_ms
-        decide_ms = choice.decide_ms if choice is not None else 0.0
+        layout, fetch_ms = self.layout, self.source.fetch_ms
+        decision_ms = {} if self.decision is None else self.decision.timing_ms
         return {
             "retrieve": layout.retrieve_ms,
             **asdict(self.outcome.fused.timing),
-            "ttft": layout.retrieve_ms + decide_ms + fetch_ms + self.fuse_ms,
+            "ttft": layout.retrieve_ms + decision_ms.get("decide", 0.0) + fetch_ms + self.fuse_ms,
             "generate": generated.milliseconds,
             "model_load": self.session.decoder.loaded.load_ms,
             "stream": fetch_ms,
-            **({"decide": choice.decide_ms, "profile": choice.profile_ms} if choice is not None else {}),
+            **decision_ms,
         }
 
     def reply(self, generated: Generated, checked: Check | None = None) -> Reply:
-        session, layout, options, choice = self.session, self.layout, self.options, self.choice
+        session, layout, options = self.session, self.layout, self.options
         if checked is not None:
             draft = checked.draft  # which was timed
             generated = replace(generated, milliseconds=draft.milliseconds, steps=draft.steps, stepper=draft.stepper)
@@ -170,7 +225,7 @@ class PreparedAnswer:
             tokens=fused.tokens.to_json() | {"shifted": int(fused.shifted.rows.sum()), "generated": len(generated.ids)},
             timing_ms=timing,
             bytes_read=fused.bytes_read + self.source.bytes_read,
-            controller={} if choice is None else choice.decision.to_json(),
+            controller={} if self.decision is None else self.decision.to_json(),
             stream=self.source.rows,
             slo={} if slo_ms is None else {"slo_ms": slo_ms, "met": timing["ttft"] <= slo_ms},
             generated=generated,
@@ -178,7 +233,6 @@ class PreparedAnswer:
             selector=self.selector,
             segments=_segments(session, fused.plan) if options.token_ids else None,
             explanations=explain(fused, session.tokenizer) if options.explain else [],
-            backends=explain_attention(session.decoder, fused) if options.explain else [],
             resident_chunks=with_changes(session.store, self.resident_chunks),
             scores=score(text, layout.request.answers) if layout.request.answers else {},
             rounds=self.outcome.rounds,
@@ -217,107 +271,26 @@ class Check:
     since: float
     prefill_ms: float
 
-    def verdict(self, generated: Generated, first_ms: float) -> Verified:
-        """Return what became of the draft. `generated`: by full prefill. `first_ms`: to the draft's first token."""
-        agreed = [ours == theirs for ours, theirs in zip(self.known, self.draft.script, strict=False)]
-        draft = self.draft.text.strip()
-        checking_ms = (time.perf_counter() - self.since) * 1e3
-        return Verified(
-            accepted=min(sum(agreed), len(self.draft.ids)),
-            drafted=len(self.draft.ids),
-            draft=None if draft == generated.text.strip() else draft,
-            first_ms=first_ms,
-            prefill_ms=self.prefill_ms,
-            final_ms=first_ms + self.draft.milliseconds + checking_ms,
-        )
+
+def _in_full(plan: Plan, has_prefix: bool) -> Plan:
+    """Return the plan of the same prompt in full; the first segment is what earlier turns left, and exact, if
+    `has_prefix`."""
+    first, *chunks, question = plan.segments
+    build = extend_plan if has_prefix else build_plan
+    return build(first.source, [segment.source for segment in chunks], question.source.ids)
 
 
-def begin_answer(
-    session: Session, layout: PromptLayout, options: QueryOptions, *, marked: bool = False
-) -> PreparedAnswer:
-    """Compute the first token of a laid-out request. Raises GateError. `marked`: note the marks of the records that are
-    read."""
-    with session.lock, session.store.view():
-        options = replace(options, fusion=options.mode(session.identity.keeps_states))
-        session.identity.check_modes([str(options.fusion)], options.defer)
-        layout, options, choice = _choose(session, layout, options)
-        selector = selector_for(options, str(options.fusion))
-        goes_on_from_states = layout.prefix is not None and session.identity.keeps_states
-        if (selector.uses_cache or goes_on_from_states) and not options.force:
-            session.check_gate([segment.source.chunk_id for segment in layout.plan.cached])
-        if options.clamp:
-            left = session.decoder.context - layout.plan.length
-            options = replace(options, max_tokens=max(1, min(options.max_tokens, left)))
-        source = PromptSource(layout.plan, session.source)
-        if _fetches(session, options) and not _is_fixed(layout) and selector.reads(layout.plan, session.layers):
-            source = fetch_prompt(session, layout, options, selector)
-        prepare_compiled_model(session.decoder)
-        started = time.perf_counter()
-        outcome = _fuse(session, layout, source, selector, options)
-        constraint = Constraint(options.grammar, session.tokenizer) if options.grammar else None
-        sampling = Sampling(options, ends=tuple(stop_ids(session.decoder)), constraint=constraint)
-        first = _first_tokens(outcome, sampling)
-        ms = add_span(session.timeline, f"fuse: {options.fusion}", started) * 1e3
-        chunks, resident = reply_chunks(session, layout, outcome.fused.plan), _resident_chunks(session, layout)
-        marks = plan_marks(session, layout.plan) if marked else ()
-        session.store.end_view()  # all is read: no writer, this answer included, has to wait for it
-        return PreparedAnswer(
-            session, layout, options, choice, selector, source, outcome, chunks, resident, ms, first, sampling, marks
-        )
-
-
-# ---- before the first token ----
-
-
-def _choose(
-    session: Session, layout: PromptLayout, options: QueryOptions
-) -> tuple[PromptLayout, QueryOptions, Choice | None]:
-    """Resolve `auto` to a fusion mode. A remote backend and an extended prompt cannot be weighed in advance: they get
-    the mode that loses a little."""
-    if layout.request.messages:  # their text is as it is: nothing of it is left out, or read at another level
-        options = replace(options, defer=False, fusion=WEIGHED if options.fusion == AUTO else options.fusion)
-    if options.fusion != AUTO:
-        return layout, options, None
-    if layout.prefix is not None or _fetches(session, options):
-        return layout, replace(options, fusion=WEIGHED), None
-    choice = choose(session, layout, options)
-    return choice.layout, choice.options, choice
-
-
-def _fetches(session: Session, options: LoadOptions) -> bool:
-    """Return True if chunks are fetched from a shared store within a time objective, before anything is fused."""
-    return options.slo_ms is not None and session.store.link is not None and not session.identity.keeps_states
-
-
-def _is_fixed(layout: PromptLayout) -> bool:
-    """Return True for a prompt whose rows in the cache, or whose text, are given: no level of it can be chosen."""
-    return layout.prefix is not None or bool(layout.request.messages)
-
-
-def _fuse(
-    session: Session, layout: PromptLayout, source: PromptSource, selector: Selector, options: QueryOptions
-) -> Outcome:
-    decoder, plan, timeline = session.decoder, source.plan, session.timeline
-    reserve = min(options.max_tokens, _RESERVED) if options.clamp else options.max_tokens
-    cache = None if layout.prefix is None else layout.prefix.cache
-    if is_recurrent(cache):
-        chained = extend_prefix(decoder, cache, plan, selector, reserve, timeline)
-        return Outcome(chained.fused, chained=chained)
-    if cache is None and session.identity.keeps_states:
-        chained = answer_chain(session, plan, selector, options)
-        return Outcome(chained.fused, chained=chained)
-    if cache is None and options.defer:
-        return fuse_in_rounds(session, plan, selector, source.kv, options)
-    return Outcome(fuse(decoder, plan, selector, source.kv, reserve, timeline, options.load_timeout, cache))
-
-
-def _first_tokens(outcome: Outcome, sampling: Sampling) -> Sequence[int]:
-    """Return the first tokens that are shown: those that a round was judged by, unless sampling is to choose others."""
-    if outcome.beginning is not None:
-        if sampling.options.is_greedy and sampling.options.top_logprobs is None:
-            return outcome.beginning.ids
-        outcome.fused.cache.set_length(outcome.fused.plan.length)
-    return [first_token(outcome.fused.logits, sampling)]
+def _verified(generated: Generated, checked: Check | None, timing: dict[str, float]) -> Verified:
+    """Return what became of a draft; without a check it is final. `generated`: by full prefill."""
+    first, count = timing["ttft"], len(generated.ids)
+    if checked is None:
+        return Verified(count, count, None, {"first": first, "prefill": 0.0, "final": first + timing["generate"]})
+    draft, text = checked.draft, checked.draft.text.strip()
+    agreed = sum(ours == theirs for ours, theirs in zip(checked.known, draft.script, strict=False))
+    final = first + draft.milliseconds + (time.perf_counter() - checked.since) * 1e3
+    times = {"first": first, "prefill": checked.prefill_ms, "final": final}
+    corrected = None if text == generated.text.strip() else text
+    return Verified(min(agreed, len(draft.ids)), len(draft.ids), corrected, times)
 
 
 def reply_chunks(session: Session, layout: PromptLayout, plan: Plan) -> list[ReplyChunk]:
@@ -340,50 +313,6 @@ def _resident_chunks(session: Session, layout: PromptLayout) -> list[ReplyChunk]
     return [ReplyChunk.of(session.store, hit, tokens=count, status="resident") for hit, count in hits]
 
 
-# ---- after the answer ----
-
-
-def _keep(session: Session, fused: Fused, computed: Sequence[Segment], again: bool, learned: Collection[bytes]) -> None:
-    """Note what was used, and store what was missing. `learned`: ids of learned passages, which others must not get."""
-    cached = fused.plan.cached_chunks
-    if session.recent_chunks is not None:
-        for segment in cached:
-            session.recent_chunks.use(segment.source.chunk_id, session.decoder.kv_bytes(len(segment.ids)))
-    missed = len(fused.plan.passages) - len(cached)
-    used = [segment.source.chunk_id for segment in cached]
-    session.store.note_access([chunk_id for chunk_id in used if chunk_id not in learned], missed, again)
-    holes = [
-        segment
-        for segment in fused.plan.segments[:-1]
-        if segment.status == "miss" and segment.ids and segment.reason != OWN_TEXT
-    ]
-    positions = {segment.position for segment in holes}
-    holes += [segment for segment in computed if segment.position not in positions]
-    _repair_holes(session, [segment for segment in holes if segment.source.chunk_id not in learned])
-    if session.learned is not None and learned:
-        session.learned.store.note_access([chunk_id for chunk_id in used if chunk_id in learned])
-        lost = [hole for hole in holes if hole.source.chunk_id in learned and not hole.source.stored]
-        for segment in lost:
-            session.warn(f"a learned passage was computed in place: {segment.reason}", "it is learned again")
-        if lost:  # not those that are stored at another level than is asked for
-            session.learned.forget({segment.source.chunk_id for segment in lost})
-
-
-def _in_full(plan: Plan, has_prefix: bool) -> Plan:
-    """Return the plan of the same prompt in full; the first segment is what earlier turns left, and exact, if
-    `has_prefix`."""
-    first, *chunks, question = plan.segments
-    build = extend_plan if has_prefix else build_plan
-    return build(first.source, [segment.source for segment in chunks], question.source.ids)
-
-
-def _verified(generated: Generated, checked: Check | None, timing: dict[str, float]) -> Verified:
-    if checked is not None:
-        return checked.verdict(generated, timing["ttft"])
-    count, first = len(generated.ids), timing["ttft"]
-    return Verified(count, count, None, first, prefill_ms=0.0, final_ms=first + timing["generate"])
-
-
 def _segments(session: Session, plan: Plan) -> dict[str, Any]:
     return {
         "prefix": list(plan.segments[0].ids),
@@ -391,33 +320,3 @@ def _segments(session: Session, plan: Plan) -> dict[str, Any]:
         "chunks": [list(segment.source.ids) for segment in plan.chunks],
         "question": list(plan.segments[-1].ids),
     }
-
-
-def _repair_holes(session: Session, holes: Sequence[Segment]) -> None:
-    """Store what the store lacks of some segments; when it is locked, full or read-only, only warn. A chunk of a
-    `neighbour` store is left to the next ingest, which knows the chunk before it."""
-    store, decoder, identity = session.store, session.decoder, session.identity
-    specs = [identity.spec_of(hole.source.chunk_id, hole.ids) for hole in holes if not hole.source.stored]
-    chunks = {spec.chunk_id: spec for spec in specs if spec is not None}  # a prompt may hold a chunk twice
-    if store.read_only:
-        chunks = {}
-    lead_ins = cache(lambda: lead_ins_of(identity, decoder))
-
-    def lead_ins_for(chunk: ChunkSpec) -> LeadIns:
-        return LeadIns.nothing(decoder) if chunk.chunk_id == identity.prefix_id else lead_ins()
-
-    if chunks:
-        try:
-            repair_chunks(store, decoder, session.profiles, lead_ins_for, [*chunks.values()])
-        except KvtoolError as error:
-            session.warn(f"{len(chunks)} computed chunk(s) could not be stored: {error.message}", error.hint)
-            chunks = {}
-        else:
-            store.use_log.note_uses([*chunks])
-    for segment in holes:
-        chunk_id = segment.source.chunk_id  # another instruction than the store's has none
-        name = f"chunk {chunk_id.hex()[:12]}" if chunk_id else "the prompt's beginning"
-        hint = "it is stored now, for the next question" if chunk_id in chunks else ""
-        if not hint and chunk_id and not segment.source.stored:
-            hint = "an ingest of its document stores it"
-        session.warn(f"{name} was computed in place: {segment.reason}", hint)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from kvtool.core.common.timeline import add_span
 from kvtool.core.errors import KvtoolError
 from kvtool.core.evaluate.audits import Audit, is_drawn, keep_audit, shortened
-from kvtool.core.evaluate.reference import SAME, Forced, Reference
+from kvtool.core.evaluate.reference import SAME, Reference
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
 from kvtool.core.fusion.selectors import REFERENCE
@@ -23,7 +23,7 @@ from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.model.decoder import out_of_memory_hint
 from kvtool.core.query.answer import answer
 from kvtool.core.query.options import QueryOptions
-from kvtool.core.query.recurrent import answer_chain
+from kvtool.core.query.recurrent import fuse_after_checkpoints
 from kvtool.core.query.reply import Reply, Request
 from kvtool.core.query.retrieve import Retrieved
 from kvtool.core.session.session import Session
@@ -74,27 +74,11 @@ def audit(session: Session, reply: Reply, options: QueryOptions) -> Audit:
     meanwhile."""
     with session.lock:
         started = time.perf_counter()
-        decoder, fused = session.decoder, reply.fused
-        whole = _in_full(session, uncached(fused.plan), options)
-        reference = Reference.answered(decoder, whole, options.max_tokens)
+        whole = _in_full(session, uncached(reply.fused.plan), options)
+        reference = Reference.answered(session.decoder, whole, options.max_tokens)
         del whole  # its rows are as many as the reply's
-        forced = reference.force(fused)
+        forced = reference.force(reply.fused)
         milliseconds = add_span(session.timeline, "audit", started) * 1e3
-    return _audit(session, reply, options, forced, milliseconds)
-
-
-def _in_full(session: Session, plan: Plan, options: QueryOptions) -> Fused:
-    if session.identity.keeps_states:
-        return answer_chain(session, plan, Full(), options).fused
-    return fuse(session.decoder, plan, Full(), session.source, options.max_tokens)
-
-
-def uncached(plan: Plan) -> Plan:
-    """Return the same prompt, rows that were not there among it, as one segment of which nothing is stored."""
-    return build_plan(Candidate(()), [], plan.text_ids)
-
-
-def _audit(session: Session, reply: Reply, options: QueryOptions, forced: Forced, milliseconds: float) -> Audit:
     selector, plan, sampled = reply.selector, reply.fused.plan, not options.is_greedy
     greedily = forced.distance.agreement == 1.0
     tokens = {name: reply.tokens[name] for name in ("prompt", "reused", "recomputed", "fresh", "dropped")}
@@ -116,6 +100,17 @@ def _audit(session: Session, reply: Reply, options: QueryOptions, forced: Forced
         answer_equal=greedily if sampled else _is_same(reply.generated, forced.reference.answer),
         milliseconds=round(milliseconds, 3),
     )
+
+
+def _in_full(session: Session, plan: Plan, options: QueryOptions) -> Fused:
+    if session.identity.keeps_states:
+        return fuse_after_checkpoints(session, plan, Full(), options).fused
+    return fuse(session.decoder, plan, Full(), session.source, options.max_tokens)
+
+
+def uncached(plan: Plan) -> Plan:
+    """Return the same prompt, rows that were not there among it, as one segment of which nothing is stored."""
+    return build_plan(Candidate(()), [], plan.text_ids)
 
 
 def _is_same(said: Generated, full: Generated) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,16 +31,9 @@ if TYPE_CHECKING:
     from kvtool.core.session.session import Session
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    layout: PromptLayout
-    options: QueryOptions
-    decision: Decision
-    profile_ms: float
-    decide_ms: float
-
-
-def choose(session: Session, layout: PromptLayout, options: QueryOptions) -> Choice:
+def choose(
+    session: Session, layout: PromptLayout, options: QueryOptions
+) -> tuple[PromptLayout, QueryOptions, Decision]:
     """Choose the mode, ratio and level that a prompt is answered in soonest. Raises GateError. Deciding counts in the
     TTFT; measuring the machine does not, and is reported as `profile`."""
     if not options.force:
@@ -60,8 +53,8 @@ def choose(session: Session, layout: PromptLayout, options: QueryOptions) -> Cho
     decide_ms = (time.perf_counter() - measured + laid_out_at - started) * 1e3
     layout = laid_out[decision.level] if decision.level is not None else layout
     ratio = options.ratio if decision.ratio is None else decision.ratio
-    chosen = replace(options, fusion=decision.fusion, ratio=ratio)
-    return Choice(layout, chosen, decision, (measured - laid_out_at) * 1e3, decide_ms)
+    times = {"decide": decide_ms, "profile": (measured - laid_out_at) * 1e3}
+    return layout, replace(options, fusion=decision.fusion, ratio=ratio), replace(decision, timing_ms=times)
 
 
 def spans_of(session: Session, plan: Plan) -> list[Span]:
@@ -95,24 +88,19 @@ NOISE = 0.05
 class Decision:
     """A decision of the controller. `ratio`: None where the mode has none. `level`: None where nothing is read; `auto`:
     each chunk's own. `expected_ms`: TTFT by mode. `level_ms`: TTFT of the recompute mode at its least ratio, by
-    level."""
+    level. `timing_ms`: of the decision."""
 
     fusion: str
     ratio: float | None
     level: str | None
     expected_ms: dict[str, float]
     level_ms: dict[str, float] = field(default_factory=dict)
-    reasons: tuple[str, ...] = ()
+    timing_ms: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "fusion": self.fusion,
-            "ratio": self.ratio,
-            "level": self.level,
-            "expected_ms": {name: round(ms, 3) for name, ms in self.expected_ms.items()},
-            "level_ms": {name: round(ms, 3) for name, ms in self.level_ms.items()},
-            "notes": list(self.reasons),
-        }
+        chosen = {"fusion": self.fusion, "ratio": self.ratio, "level": self.level}
+        times = {"expected_ms": self.expected_ms, "level_ms": self.level_ms}
+        return chosen | {name: {of: round(ms, 3) for of, ms in took.items()} for name, took in times.items()}
 
 
 def decide(
@@ -135,14 +123,12 @@ def decide(
     chosen = selector if keep else selector.with_amount(hidden_ratio(prompt, selector))
     expected = {mode.name: min(option.seconds for option in options if option.mode == mode.name) for mode in lossless}
     expected[chosen.name] = chosen.expected_seconds(prompt)
-    lossless_mode = best.mode if keep else None
     return Decision(
         fusion=best.mode if keep else chosen.name,
         ratio=None if keep else chosen.amount,
         level=best.level if keep else level,
         expected_ms={mode: (before_s + took) * 1e3 for mode, took in expected.items()},
         level_ms={name: (before_s + took) * 1e3 for name, took in at_floor.items()},
-        reasons=tuple(_notes(prompt, chosen, selector.amount, at_floor, level, expected, lossless_mode)),
     )
 
 
@@ -183,30 +169,3 @@ def hidden_ratio(prompt: PromptRows, selector: Selector) -> float:
         else:
             high = middle
     return floor if low == least else max(floor, math.floor(low / prompt.context * 1e4) / 1e4)
-
-
-def _notes(
-    prompt: PromptRows,
-    chosen: Selector,
-    floor: float,
-    at_floor: Mapping[str, float],
-    level: str,
-    expected: Mapping[str, float],
-    lossless: str | None,
-) -> Iterator[str]:
-    load = _ms(prompt.load(*CACHED).seconds)
-    yield f"{prompt.length} tokens, {prompt.context} of chunks in the cache: loading them {load}"
-    if len(at_floor) > 1:
-        levels = ", ".join(f"{other} {_ms(took)}" for other, took in at_floor.items())
-        yield f"{chosen.name} at {floor:.0%} by level: {levels}; level {level} is read"
-    yield "expected: " + ", ".join(f"{mode} {_ms(took)}" for mode, took in expected.items())
-    if lossless:
-        yield f"{lossless} is as fast as {chosen.name} at its least ratio, and loses nothing"
-    elif chosen.amount > floor:
-        yield f"recompute is hidden by loading up to {chosen.amount:.1%}"
-    else:
-        yield f"recompute is not hidden by loading: the least ratio, {floor:.0%}"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.0f} ms"

@@ -20,9 +20,8 @@ from kvtool.core.fusion.plan import Candidate, Plan, as_resident
 from kvtool.core.fusion.selectors import REFERENCE
 from kvtool.core.model.generate import Generated
 from kvtool.core.model.prompt import RESULT, question_tokens, said_tokens, turn_header
-from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.model.recurrent import is_recurrent
-from kvtool.core.query.answer import Check, OnText, PreparedAnswer, begin_answer
+from kvtool.core.query.answer import Check, OnText, PreparedAnswer, load_and_fuse
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.prompt import (
     OTHER_TEXT,
@@ -304,8 +303,8 @@ class Conversation:
         earlier turns were not; KvtoolError: see `answer`."""
         with self._lend() as session, session.lock, session.store.view():
             prepared = self.begin(session, question, options)
-            generated, checked = prepared.complete(on_text, going)
-            prepared.keep()
+            generated, checked = prepared.generate(on_text, going)
+            prepared.store_chunks()
             return self.take(prepared, generated, checked)
 
     def begin(
@@ -324,7 +323,7 @@ class Conversation:
             layout = lay_out(session, request, options, prefix=prefix, must_find=must_find)
             if self._now.state is not None:
                 self._set_state(replace(self._now.state, is_whole=False))
-            prepared = begin_answer(session, layout, options, marked=True)
+            prepared = load_and_fuse(session, layout, options, marked=True)
             if self._by_text:
                 marked(prepared.outcome.fused.cache)  # where the answer begins
             return prepared

@@ -1,95 +1,20 @@
-"""Explanation of a query: recomputed tokens of each chunk, and attention backends (`query --explain`)."""
+"""What an answer rests on: the recomputed tokens of each chunk (`query --explain`), and the sentences of the passages
+(`query --cite`).
+
+Citations follow from words in common. The attention of the answer's rows, which costs a pass of the model, was measured
+for them and changed hardly one (samples/results/retrieval.md).
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvtool.core.fusion.engine import Fused
 from kvtool.core.fusion.plan import Segment
-from kvtool.core.kernels.attention.dispatch import Explanation
-from kvtool.core.kernels.attention.dispatch import explain as choose
-from kvtool.core.kernels.attention.params import AttentionCall
-from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.tokens import whole_characters
-
-HOLE, DROPPED = "hole", "dropped"
-
-
-@dataclass(frozen=True, slots=True)
-class TokenSpan:
-    """Neighbouring tokens with one fate. `reason`: "" where they were reused, "dropped" where no rows were stored;
-    `start`, `stop`: tokens in the chunk."""
-
-    start: int
-    stop: int
-    text: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkSpans:
-    """A chunk's tokens in order, as gapless spans of whole characters, so some tokens of a span may have been
-    reused."""
-
-    spans: tuple[TokenSpan, ...]
-    counts: Mapping[str, int]
-
-    @property
-    def recomputed(self) -> dict[str, int]:
-        return {reason: count for reason, count in self.counts.items() if reason not in ("", DROPPED)}
-
-    @property
-    def dropped(self) -> int:
-        return self.counts.get(DROPPED, 0)
-
-    def to_json(self) -> dict[str, Any]:
-        spans = [
-            {"token_start": span.start, "token_end": span.stop, "text": span.text, "reason": span.reason}
-            for span in self.spans
-        ]
-        return {"reasons": self.recomputed, "spans": spans}
-
-
-@dataclass(frozen=True, slots=True)
-class LayerBackends:
-    """The attention backend of some layers that are alike, and why each one before it declined."""
-
-    layers: int
-    window: int | None
-    chosen: Explanation
-
-    def to_json(self) -> dict[str, Any]:
-        return {"layers": self.layers, "backend": self.chosen.serves.name, "declined": dict(self.chosen.declined)}
-
-
-def explain_attention(decoder: Decoder, fused: Fused) -> list[LayerBackends]:
-    return backends_of(decoder, fused.tokens.recomputed + fused.tokens.fresh, fused.plan.length)
-
-
-def backends_of(decoder: Decoder, rows: int, keys: int) -> list[LayerBackends]:
-    """Return the backends of a model's layers, one entry for each kind, for so many rows over so many keys."""
-    heads, device = int(decoder.config.num_attention_heads), decoder.device.partition(":")[0]
-    calls = Counter(
-        AttentionCall(
-            device=device,
-            dtype=decoder.dtype,
-            heads=heads,
-            kv_heads=kind.shape.heads,
-            key_dim=kind.shape.attended,
-            value_dim=kind.shape.value_dim,
-            rows=rows,
-            keys=keys,
-            window=kind.window,
-            softcap=kind.softcap is not None,
-            sinks=kind.sinks,
-            causal=rows == keys > 1 and kind.is_plain,
-        )
-        for kind in decoder.kinds
-    )
-    return [LayerBackends(layers, call.window, choose(call)) for call, layers in calls.items()]
+from kvtool.core.query.reply import DROPPED, ChunkSpans, TokenSpan
 
 
 def explain(fused: Fused, tokenizer: Any) -> list[ChunkSpans]:
@@ -99,7 +24,7 @@ def explain(fused: Fused, tokenizer: Any) -> list[ChunkSpans]:
 
 def _fates(fused: Fused, segment: Segment) -> list[str]:
     if not segment.cached:
-        return [HOLE] * len(segment.ids)
+        return ["hole"] * len(segment.ids)
     tokens = range(len(segment.ids)) if segment.placed_rows is None else segment.placed_rows
     fates = ["" if segment.placed_rows is None else DROPPED] * len(segment.source.ids)
     for token in tokens:

@@ -1,30 +1,40 @@
-"""Deferred loading (`--defer`): the best chunks first, and more while the answer is unsure."""
+"""Fusing of a laid-out prompt, and storage of what the store lacks of it."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 
+from kvtool.core.cache.entries import ChunkSpec
 from kvtool.core.common.timeline import Timeline, add_span
+from kvtool.core.errors import KvtoolError
 from kvtool.core.fusion.engine import Fused, FuseTiming, TokenCounts, fuse
 from kvtool.core.fusion.loader import KVSource
-from kvtool.core.fusion.plan import Candidate, Plan, as_resident, build_plan, extend_plan
-from kvtool.core.fusion.prefix_cache import PrefixFused
+from kvtool.core.fusion.plan import Candidate, Plan, Segment, as_resident, build_plan, extend_plan
+from kvtool.core.fusion.prefix_cache import PrefixFused, extend_prefix
 from kvtool.core.model.generate import GreedyPrefix, greedy_prefix
-from kvtool.core.query.reply import Round
+from kvtool.core.model.recurrent import is_recurrent
+from kvtool.core.query.recurrent import fuse_after_checkpoints
+from kvtool.core.query.reply import OWN_TEXT, Round
+from kvtool.core.records.encode import LeadIns
+from kvtool.core.records.read import repair_chunks
+from kvtool.core.session.identity import lead_ins_of
 
 if TYPE_CHECKING:
     from kvtool.core.fusion.selectors.base import Selector
     from kvtool.core.model.decoder import Decoder
     from kvtool.core.query.options import QueryOptions
+    from kvtool.core.query.prompt import CachedPrefix, PromptSource
     from kvtool.core.session.session import Session
 
 
+_RESERVED = 1024  # tokens of an answer whose limit is the context's: caches grow, and few answers are as long
 _PROBED = 8  # answer tokens whose probability says how sure a round is
 
 # What models say in place of an answer; in lower case. An answer that begins with one of them is no answer.
@@ -47,6 +57,24 @@ class Outcome:
     chained: PrefixFused | None = None
 
 
+def fuse_prompt(
+    session: Session, prefix: CachedPrefix | None, source: PromptSource, selector: Selector, options: QueryOptions
+) -> Outcome:
+    """Fuse a prompt after what a conversation's cache holds of it, if anything, up to its last token."""
+    decoder, plan, timeline = session.decoder, source.plan, session.timeline
+    reserve = min(options.max_tokens, _RESERVED) if options.clamp else options.max_tokens
+    cache = None if prefix is None else prefix.cache
+    if is_recurrent(cache):
+        chained = extend_prefix(decoder, cache, plan, selector, reserve, timeline)
+        return Outcome(chained.fused, chained=chained)
+    if cache is None and session.identity.keeps_states:
+        chained = fuse_after_checkpoints(session, plan, selector, options)
+        return Outcome(chained.fused, chained=chained)
+    if cache is None and options.defer:
+        return fuse_in_rounds(session, plan, selector, source.kv, options)
+    return Outcome(fuse(decoder, plan, selector, source.kv, reserve, timeline, options.load_timeout, cache))
+
+
 def fuse_in_rounds(
     session: Session, plan: Plan, selector: Selector, source: KVSource, options: QueryOptions
 ) -> Outcome:
@@ -67,15 +95,13 @@ def fuse_in_rounds(
         began, beginning, sure, enough, reason = time.perf_counter(), None, None, True, "all chunks are loaded"
         if stop < len(chunks):
             beginning = greedy_prefix(decoder, fused.cache, fused.logits, min(_PROBED, options.max_tokens))
-            sure, text = (
-                confidence(beginning.log_p),
-                session.tokenizer.decode(list(beginning.ids), skip_special_tokens=True),
-            )
+            sure = math.exp(math.fsum(beginning.log_p) / len(beginning.log_p))
+            text = session.tokenizer.decode(list(beginning.ids), skip_special_tokens=True)
             enough, reason = judge(sure, text, options.defer_threshold)
         took += add_span(timeline, "is it sure?", began)
         counts = {kind: count for kind, count in now.tokens.to_json().items() if kind != "dropped"}
         ids = tuple(segment.source.chunk_id.hex() for segment in now.plan.chunks)
-        rounds.append(Round(ids, enough, reason, sure, now.bytes_read, took * 1e3, counts))
+        rounds.append(Round(ids, enough, reason, sure, now.bytes_read, {"round": took * 1e3}, counts))
         if enough:
             return Outcome(fused, beginning, rounds)
     raise AssertionError("a last round is always enough")
@@ -106,9 +132,8 @@ def joined(before: Fused, now: Fused) -> Fused:
     fresh = before.tokens.fresh - len(before.plan.segments[-1].ids) + now.tokens.fresh
     names = {**before.reasons, **now.reasons}
     none = plan.mask()
-    return Fused(
-        logits=now.logits,
-        cache=now.cache,
+    return replace(
+        now,
         plan=plan,
         tokens=TokenCounts(
             prompt=plan.length,
@@ -130,10 +155,6 @@ def _spliced(before: torch.Tensor, now: torch.Tensor, start: int) -> torch.Tenso
     return torch.cat([before[:start], now[start:]])
 
 
-def confidence(log_p: Sequence[float]) -> float:
-    return math.exp(math.fsum(log_p) / len(log_p))
-
-
 def judge(sure: float, beginning: str, threshold: float) -> tuple[bool, str]:
     """Decide whether an answer is given, and why: from its beginning, and from how sure the model is of it."""
     text = beginning.lower()
@@ -142,3 +163,61 @@ def judge(sure: float, beginning: str, threshold: float) -> tuple[bool, str]:
     if sure < threshold:
         return False, f"unsure: {sure:.3f} is below {threshold:.3f}"
     return True, f"sure: {sure:.3f} is at least {threshold:.3f}"
+
+
+def store_chunks(
+    session: Session, fused: Fused, computed: Sequence[Segment], again: bool, learned: Collection[bytes]
+) -> None:
+    """Note what was used, and store what was missing. `learned`: ids of learned passages, which others must not get."""
+    cached = fused.plan.cached_chunks
+    if session.recent_chunks is not None:
+        for segment in cached:
+            session.recent_chunks.use(segment.source.chunk_id, session.decoder.kv_bytes(len(segment.ids)))
+    missed = len(fused.plan.passages) - len(cached)
+    used = [segment.source.chunk_id for segment in cached]
+    session.store.note_access([chunk_id for chunk_id in used if chunk_id not in learned], missed, again)
+    holes = [
+        segment
+        for segment in fused.plan.segments[:-1]
+        if segment.status == "miss" and segment.ids and segment.reason != OWN_TEXT
+    ]
+    positions = {segment.position for segment in holes}
+    holes += [segment for segment in computed if segment.position not in positions]
+    _repair_holes(session, [segment for segment in holes if segment.source.chunk_id not in learned])
+    if session.learned is not None and learned:
+        session.learned.store.note_access([chunk_id for chunk_id in used if chunk_id in learned])
+        lost = [hole for hole in holes if hole.source.chunk_id in learned and not hole.source.stored]
+        for segment in lost:
+            session.warn(f"a learned passage was computed in place: {segment.reason}", "it is learned again")
+        if lost:  # not those that are stored at another level than is asked for
+            session.learned.forget({segment.source.chunk_id for segment in lost})
+
+
+def _repair_holes(session: Session, holes: Sequence[Segment]) -> None:
+    """Store what the store lacks of some segments; when it is locked, full or read-only, only warn. A chunk of a
+    `neighbour` store is left to the next ingest, which knows the chunk before it."""
+    store, decoder, identity = session.store, session.decoder, session.identity
+    specs = [identity.spec_of(hole.source.chunk_id, hole.ids) for hole in holes if not hole.source.stored]
+    chunks = {spec.chunk_id: spec for spec in specs if spec is not None}  # a prompt may hold a chunk twice
+    if store.read_only:
+        chunks = {}
+    lead_ins = cache(lambda: lead_ins_of(identity, decoder))
+
+    def lead_ins_for(chunk: ChunkSpec) -> LeadIns:
+        return LeadIns.nothing(decoder) if chunk.chunk_id == identity.prefix_id else lead_ins()
+
+    if chunks:
+        try:
+            repair_chunks(store, decoder, session.profiles, lead_ins_for, [*chunks.values()])
+        except KvtoolError as error:
+            session.warn(f"{len(chunks)} computed chunk(s) could not be stored: {error.message}", error.hint)
+            chunks = {}
+        else:
+            store.use_log.note_uses([*chunks])
+    for segment in holes:
+        chunk_id = segment.source.chunk_id  # another instruction than the store's has none
+        name = f"chunk {chunk_id.hex()[:12]}" if chunk_id else "the prompt's beginning"
+        hint = "it is stored now, for the next question" if chunk_id in chunks else ""
+        if not hint and chunk_id and not segment.source.stored:
+            hint = "an ingest of its document stores it"
+        session.warn(f"{name} was computed in place: {segment.reason}", hint)

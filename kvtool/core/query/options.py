@@ -13,7 +13,6 @@ from kvtool.core.fusion.selectors import AUTO, MODES, parameters_of_mode
 from kvtool.core.model.options import ANSWER, SamplingOptions, system_option
 from kvtool.core.options.option import Option, Options, option, options_of
 from kvtool.core.retrieval.options import CHUNKS, RetrievalOptions
-from kvtool.core.streaming.fetch_state import DEFAULT_MARGIN
 
 if TYPE_CHECKING:
     from kvtool.core.session.identity import StoreIdentity
@@ -59,14 +58,6 @@ class LoadOptions(Options, sections=("query",)):
         parameter="load.timeout",
         unit="duration",
         lowest=0.001,
-    )
-    stream_margin: float = option(
-        DEFAULT_MARGIN,
-        "Share of the predicted bandwidth to keep in reserve.",
-        parameter="stream.margin",
-        unit="percentage",
-        lowest=0,
-        highest=0.99,
     )
 
 

@@ -1,5 +1,8 @@
-"""A question to a model that keeps states: the prompt's beginning is looked up among stored stretches, and what was
-computed of it is stored for the next question."""
+"""Fusing of a laid-out prompt, and storage of what the store lacks of it.
+
+All chunks are fused at once; with `--defer` in rounds, the best ones first, and more while the answer is unsure. Of a
+recurrent model, whose states cannot be moved, the prompt's beginning is looked up among stored checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,9 @@ if TYPE_CHECKING:
     from kvtool.core.session.session import Session
 
 
-def answer_chain(session: Session, plan: Plan, selector: Selector, options: QueryOptions) -> PrefixFused:
+def fuse_after_checkpoints(session: Session, plan: Plan, selector: Selector, options: QueryOptions) -> PrefixFused:
     """Fuse a prompt of a model that keeps states, from what is stored of its beginning where the mode uses that."""
-    found = find(session, plan) if selector.uses_cache else StoredPrefix((), ())
+    found = find_checkpoints(session, plan) if selector.uses_cache else StoredPrefix((), ())
     if not options.force:
         session.check_prefix([segment.ids for segment in plan.segments[:-1]], found)
     return fuse_prefix(
@@ -30,7 +33,7 @@ def answer_chain(session: Session, plan: Plan, selector: Selector, options: Quer
     )
 
 
-def find(session: Session, plan: Plan) -> StoredPrefix:
+def find_checkpoints(session: Session, plan: Plan) -> StoredPrefix:
     """Look up the stored stretches of a prompt's segments. A name covers the model, the format of states, and all ids
     so far."""
     identity, before = session.identity, list[int]()
@@ -41,16 +44,16 @@ def find(session: Session, plan: Plan) -> StoredPrefix:
     for segment in plan.segments[:-1]:
         ids.append(named(lead_in=ids_digest(before), token_ids=segment.ids))
         before.extend(segment.ids)
-    return StoredPrefix(tuple(ids), tuple(_stored(session.store, stretch) for stretch in ids))
+    return StoredPrefix(tuple(ids), tuple(_checkpoint(session.store, stretch) for stretch in ids))
 
 
-def _stored(store: Store, stretch: bytes) -> StretchInfo | None:
+def _checkpoint(store: Store, stretch: bytes) -> StretchInfo | None:
     with suppress(DamagedError):
         return store.stretch(stretch)
     return None
 
 
-def keep_prefix(session: Session, chained: PrefixFused, limit: int, again: bool = False) -> None:
+def store_checkpoints(session: Session, chained: PrefixFused, limit: int, again: bool = False) -> None:
     """Note what was used, and store the stretches that were computed; when the store is locked, full or read-only, only
     warn. `limit`: bytes of all stretches; the least recently used are evicted."""
     store, plan = session.store, chained.fused.plan
@@ -64,14 +67,14 @@ def keep_prefix(session: Session, chained: PrefixFused, limit: int, again: bool 
     new = [*chained.new]
     if new and limit and not store.read_only:
         try:
-            _store(session, chained, limit)
+            _write(session, chained, limit)
         except KvtoolError as error:
             session.warn(f"what was computed of the prompt could not be stored: {error.message}", error.hint)
             new = []
     store.use_log.note_uses([*chained.used, *(one.id for one in new)])
 
 
-def _store(session: Session, chained: PrefixFused, limit: int) -> None:
+def _write(session: Session, chained: PrefixFused, limit: int) -> None:
     stretches, store = session.store.stretches(), session.store
     own = {*chained.used, *(one.id for one in chained.new)}
     infos = [*(one.info for one in chained.new), *(stretches[one] for one in chained.used if one in stretches)]

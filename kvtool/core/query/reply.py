@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +21,11 @@ if TYPE_CHECKING:
     from kvtool.core.fusion.engine import Fused
     from kvtool.core.fusion.selectors.base import Selector
     from kvtool.core.model.generate import Finish, Generated
-    from kvtool.core.query.explain import ChunkSpans, LayerBackends
 
 
-_SHOWN = 400  # characters of a text that a notebook or a prompt shows
+_SHOWN = 400  # characters of an answer that Python shows
 _CHUNKS_SHOWN = 12
+DROPPED = "dropped"
 OWN_TEXT = "the client's own text"
 """Why tokens of a prompt are computed that no chunk ever was (query/prompt.py)."""
 
@@ -107,6 +106,41 @@ class ReplyChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenSpan:
+    """Neighbouring tokens with one fate. `reason`: "" where they were reused, "dropped" where no rows were stored;
+    `start`, `stop`: tokens in the chunk."""
+
+    start: int
+    stop: int
+    text: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSpans:
+    """A chunk's tokens in order, as gapless spans of whole characters, so some tokens of a span may have been
+    reused."""
+
+    spans: tuple[TokenSpan, ...]
+    counts: Mapping[str, int]
+
+    @property
+    def recomputed(self) -> dict[str, int]:
+        return {reason: count for reason, count in self.counts.items() if reason not in ("", DROPPED)}
+
+    @property
+    def dropped(self) -> int:
+        return self.counts.get(DROPPED, 0)
+
+    def to_json(self) -> dict[str, Any]:
+        spans = [
+            {"token_start": span.start, "token_end": span.stop, "text": span.text, "reason": span.reason}
+            for span in self.spans
+        ]
+        return {"reasons": self.recomputed, "spans": spans}
+
+
+@dataclass(frozen=True, slots=True)
 class Citation:
     """A sentence of a passage that a sentence of the answer rests on, with the fields of `kvtool help json`."""
 
@@ -139,41 +173,31 @@ class Round:
     reason: str
     confidence: float | None
     bytes_read: int
-    milliseconds: float
+    timing_ms: dict[str, float]
     tokens: dict[str, int]
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "chunks": list(self.chunks),
-            "sufficient": self.sufficient,
-            "reason": self.reason,
-            "confidence": self.confidence,
-            "bytes_read": self.bytes_read,
-            "timing_ms": {"round": round(self.milliseconds, 3)},
-            "tokens": self.tokens,
-        }
+        return asdict(self) | {"chunks": list(self.chunks), "timing_ms": _rounded(self.timing_ms)}
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Verdict of full prefill on an answer (`--verify`), with the fields of `kvtool help json`."""
+    """Verdict of full prefill on an answer (`--verify`), with the fields of `kvtool help json`. `timing_ms`: `first`,
+    `prefill` and `final`."""
 
     accepted: int
     drafted: int
     draft: str | None
-    first_ms: float
-    prefill_ms: float
-    final_ms: float
+    timing_ms: dict[str, float]
 
     def to_json(self) -> dict[str, Any]:
-        times = {"first": self.first_ms, "prefill": self.prefill_ms, "final": self.final_ms}
-        return {
-            "accepted": self.accepted,
-            "drafted": self.drafted,
-            "corrected": self.draft is not None,
-            **({} if self.draft is None else {"draft": self.draft}),
-            "timing_ms": {name: round(value, 3) for name, value in times.items()},
-        }
+        draft = {"corrected": self.draft is not None, **({} if self.draft is None else {"draft": self.draft})}
+        counts = {"accepted": self.accepted, "drafted": self.drafted}
+        return counts | draft | {"timing_ms": _rounded(self.timing_ms)}
+
+
+def _rounded(timing_ms: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(value, 3) for name, value in timing_ms.items()}
 
 
 @dataclass(slots=True, repr=False)
@@ -182,7 +206,7 @@ class Reply:
 
     Attributes
     ----------
-    explanations, backends : one entry a chunk, and one for each kind of layer, where it was asked for.
+    explanations : one a chunk, where they were asked for.
     citations : in the order of the answer's sentences; None: they were not asked for.
     generated, fused : the answer's token ids and the fused cache with the first token's logits; not in the JSON. A
         verified answer's cache holds full prefill's rows.
@@ -203,7 +227,6 @@ class Reply:
     revision: int = 0
     segments: dict[str, Any] | None = None
     explanations: list[ChunkSpans] = field(default_factory=list)
-    backends: list[LayerBackends] = field(default_factory=list)
     scores: dict[str, float] = field(default_factory=dict)
     comparison: dict[str, Any] = field(default_factory=dict)
     resolved: dict[str, Any] = field(default_factory=dict)
@@ -246,64 +269,46 @@ class Reply:
         chunks = [f"chunk: {each.place} ({each.tokens} tokens, {each.status})" for each in self.chunks]
         if len(chunks) > _CHUNKS_SHOWN:
             chunks[_CHUNKS_SHOWN:] = [f"… {len(chunks) - _CHUNKS_SHOWN} chunks more"]
-        return "\n  ".join([f"Reply({answer!r}", *self._facts, *chunks]) + ")"
-
-    @property
-    def _facts(self) -> list[str]:
         tokens = ", ".join(f"{count} {name}" for name, count in self.tokens.items())
-        return [f"{self.fusion}: first token after {self.timing_ms.get('ttft', 0.0):.0f} ms", f"tokens: {tokens}"]
-
-    def _repr_html_(self) -> str:
-        cells = [
-            (chunk.place, chunk.text[:_SHOWN], "" if chunk.score is None else f"{chunk.score:.3f}", chunk.status)
-            for chunk in self.chunks
-        ]
-        rows = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in cells)
-        head = "".join(f"<th>{name}</th>" for name in ("source", "text", "score", "status"))
-        return (
-            f"<p>{escape(self.answer)}</p><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
-            f"<p><small>{escape('; '.join(self._facts))}</small></p>"
-        )
+        ttft = f"{self.fusion}: first token after {self.timing_ms.get('ttft', 0.0):.0f} ms"
+        return "\n  ".join([f"Reply({answer!r}", ttft, f"tokens: {tokens}", *chunks]) + ")"
 
     def to_json(self) -> dict[str, Any]:
         row: dict[str, Any] = {
             "question": self.question,
             "answer": self.answer,
-            **({} if self.citations is None else {"citations": [asdict(one) for one in self.citations]}),
             "finish": self.finish,
             "fusion": self.fusion,
             "revision": self.revision,
             "chunks": [chunk.to_json() for chunk in self.chunks],
             "chunks_omitted": self.chunks_omitted,
-            **({"corrections": [*self.corrections]} if self.corrections else {}),
-            **({} if self.sources else {"retrieval": "none"}),
             "tokens": self.tokens,
             "reasons": self.reasons,
-            "timing_ms": {name: round(value, 3) for name, value in self.timing_ms.items()},
+            "timing_ms": _rounded(self.timing_ms),
             "bytes_read": self.bytes_read,
-            **(
-                {"rounds": [one.to_json() for one in self.rounds], "chunks_remaining": self.chunks_remaining}
-                if self.rounds
-                else {}
-            ),
             **self.scores,
             **self.comparison,
-            **({"controller": self.controller} if self.controller else {}),
-            **({"slo": self.slo, "stream": self.stream} if self.slo else {}),
-            **({} if self.verified is None else {"verified": self.verified.to_json()}),
-            **(
-                {"turn": self.turn, "resident_chunks": [one.to_json() for one in self.resident_chunks]}
-                if self.turn
-                else {}
-            ),
-            **({"resolved": self.resolved} if self.resolved else {}),
         }
         if self.explanations:
             for chunk, runs in zip(row["chunks"], self.explanations, strict=True):
                 chunk["explanation"] = runs.to_json()
             row["shift"] = self.fused.shifted.to_json()
-            row["backends"] = [one.to_json() for one in self.backends]
-        return row | ({"segments": self.segments} if self.segments is not None else {})
+        where_asked = {
+            "citations": None if self.citations is None else [asdict(one) for one in self.citations],
+            "corrections": [*self.corrections] or None,
+            "retrieval": None if self.sources else "none",
+            "rounds": [one.to_json() for one in self.rounds] or None,
+            "chunks_remaining": self.chunks_remaining if self.rounds else None,
+            "controller": self.controller or None,
+            "slo": self.slo or None,
+            "stream": self.stream if self.slo else None,
+            "verified": None if self.verified is None else self.verified.to_json(),
+            "turn": self.turn or None,
+            "resident_chunks": [one.to_json() for one in self.resident_chunks] if self.turn else None,
+            "resolved": self.resolved or None,
+            "segments": self.segments,
+        }
+        return row | {name: value for name, value in where_asked.items() if value is not None}
 
 
 def read_batch(path: Path) -> list[Request]:
@@ -311,10 +316,8 @@ def read_batch(path: Path) -> list[Request]:
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")  # JSON may hold other line separators
     except (OSError, UnicodeDecodeError) as error:
-        why = str(getattr(error, "strerror", None) or error)
-        raise UsageError(
-            f"questions cannot be read from {str(path)!r}: {why}", "give a UTF-8 JSON-lines file"
-        ) from error
+        what = f"questions cannot be read from {str(path)!r}: {getattr(error, 'strerror', None) or error}"
+        raise UsageError(what, "give a UTF-8 JSON-lines file") from error
     requests = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -322,18 +325,14 @@ def read_batch(path: Path) -> list[Request]:
         try:
             requests.append(request_of(parsed(line)))
         except (ValueError, TypeError, KeyError) as error:
+            why = f"no JSON: {error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
             raise UsageError(
-                f"{path}, line {number}: {_wrong(error)}",
+                f"{path}, line {number}: {why}",
                 'one object a line: {"question"[, "id"][, "answers"][, "documents"][, "sources"]}',
             ) from error
     if not requests:
         raise UsageError(f"{str(path)!r} holds no question", "one JSON object a line")
     return requests
-
-
-def _wrong(error: Exception) -> str:
-    """Return the error in a line, without the parser's own line number."""
-    return f"no JSON: {error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
 
 
 def request_of(row: Any) -> Request:
@@ -343,16 +342,9 @@ def request_of(row: Any) -> Request:
     for name, values in lists.items():
         if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
             raise ValueError(f"{name!r} is not a list of texts")
-    key = row.get("id")
-    return Request(
-        question=row["question"],
-        chunks=tuple(lists["chunks"]),
-        documents=tuple(lists["documents"]),
-        answers=tuple(lists["answers"]),
-        id=None if key is None else str(key),
-        sources=tuple(lists["sources"]),
-        generator=str(row.get("generator") or ""),
-    )
+    key = None if row.get("id") is None else str(row["id"])
+    given: dict[str, Any] = {name: tuple(values) for name, values in lists.items()}
+    return Request(row["question"], id=key, generator=str(row.get("generator") or ""), **given)
 
 
 _TIMES = ("ttft", "retrieve", "read", "recompute", "generate")
@@ -361,23 +353,16 @@ _COUNTS = ("prompt", "reused", "recomputed", "fresh")
 
 def numbers(reply: Reply) -> Row:
     row = reply.to_json()
-    return {
-        **{name: row[name] for name in MEASURES if name in row},
-        **{f"tokens_{name}": row["tokens"][name] for name in _COUNTS},
-        "bytes_read": row["bytes_read"],
-        **({"rounds": len(reply.rounds), "chunks_loaded": len(reply.chunks)} if reply.rounds else {}),
-        **({} if reply.verified is None else _of_verified(reply.verified)),
-        **{f"{name}_ms": row["timing_ms"][name] for name in _TIMES},
-    }
-
-
-def _of_verified(verified: Verified) -> Row:
-    share = verified.accepted / verified.drafted if verified.drafted else 1.0
-    return {
-        "uncorrected_share": float(verified.draft is None),
-        "accepted_share": share,
-        "verified_ms": verified.final_ms,
-    }
+    counts: dict[str, Any] = {f"tokens_{name}": row["tokens"][name] for name in _COUNTS}
+    counts["bytes_read"] = row["bytes_read"]
+    if reply.rounds:
+        counts |= {"rounds": len(reply.rounds), "chunks_loaded": len(reply.chunks)}
+    if (checked := reply.verified) is not None:
+        counts["uncorrected_share"] = float(checked.draft is None)
+        counts["accepted_share"] = checked.accepted / checked.drafted if checked.drafted else 1.0
+        counts["verified_ms"] = checked.timing_ms["final"]
+    times = {f"{name}_ms": row["timing_ms"][name] for name in _TIMES}
+    return {name: row[name] for name in MEASURES if name in row} | counts | times
 
 
 def summarise(fusion: str, rows: Sequence[Row]) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""Staleness of an answer: files that it cites, and that changed or vanished after they were ingested."""
+"""Retrieval of a question's chunks, and staleness of their files: those that changed or vanished after their ingest.
+
+It needs no torch: what cannot be found is reported before a model is loaded."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.model.prefill import LeadIn, PrefillItem, PrefillStopped, prefill_chunks
 from kvtool.core.query.prompt import PromptSource
 from kvtool.core.session.identity import MeasuredLosses
-from kvtool.core.streaming.fetch_state import Fetch, Harmonic, Ladder, Part, Policy, Rung, Task
-from kvtool.core.streaming.policy import DEPTH, OverlapPolicy
+from kvtool.core.streaming.fetch_state import Fetch, Harmonic, Ladder, Part, Rung, Task
+from kvtool.core.streaming.policy import DEPTH, Policy
 
 if TYPE_CHECKING:
     from kvtool.core.model.prefill import ChunkKV
@@ -71,7 +71,7 @@ def fetch_prompt(session: Session, layout: PromptLayout, options: LoadOptions, s
         computing = Computing(plan, speeds, selector, frozenset(holes))
         alone = partial(_alone, session, plan, speeds)
         task = Task(ladders, computing, options.slo_ms / 1e3, ahead.seconds, alone)
-        policy = OverlapPolicy(task, Harmonic(), options.stream_margin)
+        policy = Policy(task, Harmonic())
         Driver(link, segments, policy, ahead, started - layout.retrieve_ms / 1e3).run()
         levels = computing.settled(policy.levels | dict.fromkeys(policy.computed, COMPUTED))
         levels = {number: level for number, level in levels.items() if level is not None or number not in holes}
@@ -244,21 +244,16 @@ class Driver:
             if not self._out:
                 self._heard = self._now()
             self._out.append(_Flight(fetch, self._now(), waiting))
-            self._send(self._out[-1])
+            self._arrivals.ask([request for request, _, _ in waiting])
         if self._ahead.computing is None and (number := self._policy.compute(self._now())) is not None:
             self._ahead.compute(number, self._segments[number])
         return bool(self._out) or self._ahead.computing is not None
 
     def _follow_computing(self) -> None:
         if (ended := self._ahead.ended()) is not None:
-            self._policy.ended(ended.number, ended.seconds, self._now(), ended.whole)
-        if (number := self._ahead.computing) is not None:
-            limit = self._policy.stop_at(number)
-            if limit is not None and limit <= self._now():
-                self._ahead.stop()
-
-    def _send(self, flight: _Flight) -> None:
-        self._arrivals.ask([request for request, _, _ in flight.waiting])
+            self._policy.ended(ended.number, ended.seconds or 0.0, self._now(), ended.whole)
+        if (number := self._ahead.computing) is not None and self._policy.stop_at(number) <= self._now():
+            self._ahead.stop()
 
     def _wait(self) -> None:
         if not self._out:
@@ -268,8 +263,7 @@ class Driver:
         if not flight.waiting:
             self._end(flight, self._now(), arrived=flight.sound)
             return
-        limit = self._policy.give_up_at(flight.fetch)
-        left = _TICK if limit is None else min(limit - self._now(), _TICK)
+        left = min(self._policy.give_up_at(flight.fetch) - self._now(), _TICK)
         if left <= 0:
             self._abandon(flight)
             return
@@ -304,7 +298,7 @@ class Driver:
         self._arrivals = self._link.arrivals()
         self._heard = self._now()
         for other in self._out:
-            self._send(other)
+            self._arrivals.ask([request for request, _, _ in other.waiting])
 
     def _lose(self, error: RemoteError) -> None:
         """Give the shared store up: outstanding requests failed, and no further ones are sent."""
@@ -321,13 +315,15 @@ COMPUTED = RAW  # the level of what was computed from its text: it loses nothing
 Prefill = Callable[[Segment, Callable[[], bool]], "ChunkKV | None"]
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """Result of computing a chunk, with its seconds, without the decoding in between."""
+@dataclass(eq=False, slots=True)
+class Computation:
+    """A chunk that is computed from its text. `seconds`: without the decoding in between; None: it has not ended."""
 
     number: int
-    seconds: float
-    whole: bool
+    segment: Segment
+    cut_off: bool = False  # it is to be stopped
+    seconds: float | None = None
+    whole: bool = False
 
 
 class BackgroundDecoder:
@@ -339,9 +335,7 @@ class BackgroundDecoder:
         self._source, self._layers, self._prefill = source, layers, prefill
         self._changed = threading.Condition()
         self._waiting: dict[int, Segment] = {}  # by number in the prompt; the last one came last
-        self._text: tuple[int, Segment] | None = None  # what is to be computed, or is
-        self._cut_off = False  # it is to be stopped
-        self._ended: Ended | None = None  # how the last one ended, until `ended` is called
+        self._computation: Computation | None = None  # until `ended` has returned it
         self._computed: set[int] = set()
         self._decoding = 0.0  # seconds, of all so far
         self._ahead: dict[int, tuple[Segment, ReadStats]] = {}
@@ -369,30 +363,34 @@ class BackgroundDecoder:
     def computing(self) -> int | None:
         """Return the chunk that is being computed, or whose result `ended` has not returned yet."""
         with self._changed:
-            return None if self._text is None else self._text[0]
+            return None if self._computation is None else self._computation.number
 
     def compute(self, number: int, segment: Segment) -> None:
         """Compute a chunk without other chunks; only one is computed at a time."""
         with self._changed:
-            assert self._text is None
-            self._text, self._cut_off = (number, segment), False
+            assert self._computation is None
+            self._computation = Computation(number, segment)
             self._begin()
 
     def stop(self) -> None:
         with self._changed:
-            self._cut_off = True
+            if self._computation is not None:
+                self._computation.cut_off = True
 
-    def ended(self) -> Ended | None:
-        """Return the result of the computation, once; None before it ends, and afterwards."""
+    def ended(self) -> Computation | None:
+        """Return the computation when it has ended, once; else None."""
         with self._changed:
-            ended, self._ended = self._ended, None
-            if ended is not None:
-                self._text = None
+            if (ended := self._computation) is None or ended.seconds is None:
+                return None
+            self._computation = None
             return ended
 
     def wait(self, seconds: float) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._ended is not None, seconds)
+            self._changed.wait_for(lambda: not self._is_to_compute(), seconds)
+
+    def _is_to_compute(self) -> bool:
+        return self._computation is not None and self._computation.seconds is None
 
     def _begin(self) -> None:
         if self._thread is None:
@@ -419,34 +417,31 @@ class BackgroundDecoder:
 
     def _next(self) -> Callable[[], None] | None:
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._stopped or self._waiting or (self._text is not None and self._ended is None)
-            )
+            self._changed.wait_for(lambda: self._stopped or self._waiting or self._is_to_compute())
             if self._stopped:
                 return None
             if self._waiting:
                 return partial(self._decode, *self._waiting.popitem())
-            assert self._text is not None
-            return partial(self._compute, *self._text)
+            assert self._computation is not None
+            return partial(self._compute, self._computation)
 
-    def _compute(self, number: int, segment: Segment) -> None:
-        started, decoding, whole = time.perf_counter(), self._decoding, False
+    def _compute(self, computation: Computation) -> None:
+        started, decoding, number = time.perf_counter(), self._decoding, computation.number
         with suppress(Exception):  # the pass after streaming meets it again; others wait for this thread's end
-            kv = self._prefill(segment, self._decode_waiting)
-            whole = kv is not None and self._hold(number, segment, kv)
-        seconds = time.perf_counter() - started - (self._decoding - decoding)
+            kv = self._prefill(computation.segment, self._decode_waiting)
+            computation.whole = kv is not None and self._hold(number, computation.segment, kv)
         with self._changed:
-            if whole:
+            if computation.whole:
                 self._computed.add(number)
                 self._waiting.pop(number, None)
-            self._ended = Ended(number, seconds, whole)
+            computation.seconds = time.perf_counter() - started - (self._decoding - decoding)
             self._changed.notify_all()
 
     def _decode_waiting(self) -> bool:
         """Decode the chunks that have come meanwhile; return whether to continue computing."""
         while not self._stopped:
             with self._changed:
-                if self._cut_off:
+                if self._computation is not None and self._computation.cut_off:
                     return False
                 if not self._waiting:
                     return True

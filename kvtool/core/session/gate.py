@@ -222,21 +222,18 @@ def _prefix_error(decoder: Decoder, prefix: Ids, chunks: Sequence[Ids], question
 
     plan = build_plan(Candidate(prefix), [Candidate(ids) for ids in chunks], question)
     full, _ = decoder.prefill(plan.ids)
-    names = tuple(b"%d" % number for number in range(len(plan.segments) - 1))
-    first = fuse_prefix(decoder, plan, Prefix(), StoredPrefix(names, (None,) * len(names)), _nothing)
-    stored = {(part.id, key): encode_part(tensors) for part in first.new for key, tensors in part.parts.items()}
+    names, stored = (
+        tuple(b"%d" % number for number in range(len(plan.segments) - 1)),
+        dict[tuple[bytes, Place], bytes](),
+    )
 
     def read(stretch: bytes, key: Place) -> memoryview:
         return memoryview(bytearray(stored[stretch, key]))
 
-    again = fuse_prefix(
-        decoder, plan, Prefix(), StoredPrefix(names, tuple(stretch.info for stretch in first.new)), read
-    )
-    return _distance(full, again.fused.logits)
-
-
-def _nothing(stretch: bytes, key: Place) -> memoryview:
-    raise AssertionError("nothing is stored yet")
+    first = fuse_prefix(decoder, plan, Prefix(), StoredPrefix(names, (None,) * len(names)), read)
+    stored |= {(part.id, key): encode_part(tensors) for part in first.new for key, tensors in part.parts.items()}
+    prefix_of = StoredPrefix(names, tuple(stretch.info for stretch in first.new))
+    return _distance(full, fuse_prefix(decoder, plan, Prefix(), prefix_of, read).fused.logits)
 
 
 # ---- law 6: KV of another arithmetic -----------------------------------------------------------------------------
@@ -349,13 +346,8 @@ def compare_prefix(
         return None
     logits, cache = decoder.prefill(plan.ids, len(script))
     log_probs = copy_log_probs(decoder, logits, cache, script)
-    return _compared(
-        decoder,
-        f"states made in {maker}",
-        log_probs,
-        copy_log_probs(decoder, fused.logits, fused.cache, script),
-        allowed,
-    )
+    theirs = copy_log_probs(decoder, fused.logits, fused.cache, script)
+    return _compared(decoder, f"states made in {maker}", log_probs, theirs, allowed)
 
 
 def _compared(decoder: Decoder, name: str, computed: torch.Tensor, theirs: torch.Tensor, allowed: float) -> Compared:

@@ -14,7 +14,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from itertools import chain, product
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.cache.entries import ChunkSpec
@@ -327,16 +327,9 @@ class ConformanceResult:
         return all(check.passed for check in self.checks)
 
     def to_json(self) -> dict[str, Any]:
-        rows = [asdict(check) | {"passed": check.passed} for check in self.checks]
-        row: dict[str, Any] = {
-            "format": GATE_FORMAT,
-            "fingerprint": self.fingerprint,
-            "passed": self.passed,
-            "checks": rows,
-        }
-        if self.cross_dtype_loss:
-            row["loss_by_arithmetic"] = self.cross_dtype_loss
-        return row
+        checks = [asdict(check) | {"passed": check.passed} for check in self.checks]
+        row = {"format": GATE_FORMAT, "fingerprint": self.fingerprint, "passed": self.passed, "checks": checks}
+        return row | ({"loss_by_arithmetic": self.cross_dtype_loss} if self.cross_dtype_loss else {})
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> ConformanceResult:
@@ -365,19 +358,12 @@ def stored_result(store: Store, model: str, arithmetic: Arithmetic) -> Conforman
 
 def known_result(store: Store, model: str) -> ConformanceResult | None:
     """Merge the stored results of a model in all arithmetics; None before the first."""
-    results = [
-        result
-        for names in product(NUMBER_FORMATS, DEVICE_KINDS)
-        if (result := stored_result(store, model, Arithmetic(*names))) is not None
-    ]
-    if not results:
-        return None
-    losses = [result.cross_dtype_loss for result in results]
-    worst = {
-        arithmetic: max(row.get(arithmetic, 0.0) for row in losses)
-        for arithmetic in sorted({*chain.from_iterable(losses)})
-    }
-    return ConformanceResult(model, tuple(check for result in results for check in result.checks), worst)
+    every = (stored_result(store, model, Arithmetic(*names)) for names in product(NUMBER_FORMATS, DEVICE_KINDS))
+    results, worst = [result for result in every if result is not None], dict[str, float]()
+    for arithmetic, loss in (item for result in results for item in result.cross_dtype_loss.items()):
+        worst[arithmetic] = max(worst.get(arithmetic, 0.0), loss)
+    checks = tuple(check for result in results for check in result.checks)
+    return ConformanceResult(model, checks, dict(sorted(worst.items()))) if results else None
 
 
 def keep_result(store: Store, result: ConformanceResult, arithmetic: Arithmetic) -> None:

@@ -36,15 +36,15 @@ _LEVEL_SECONDS = 1.0
 _HELD_TOKENS = 128  # of a chunk that stands for those held in memory
 _WANTED = sum(_GROUPS)  # chunks that `measure_load` would like to have
 
-Say = Callable[[str], None]
-
 
 class SpeedBook:
     """The speeds of one model on this machine, measured at the first use and stored next to the store, with a row for
     each device, core and thread count and dtype. Speeds of a busy machine, or of a read-only store, serve this process
     only."""
 
-    def __init__(self, store: Store, decoder: Decoder, fingerprint: str, say: Say = lambda text: None) -> None:
+    def __init__(
+        self, store: Store, decoder: Decoder, fingerprint: str, say: Callable[[str], None] = lambda text: None
+    ) -> None:
         self._say = say
         self._store, self._decoder = store, decoder
         self._fingerprint = fingerprint
@@ -236,18 +236,15 @@ def measure_load(decoder: Decoder, source: KVSource, chunks: Sequence[Candidate]
 
 
 def measure_memory(decoder: Decoder) -> LoadSpeed:
-    there = held_on(decoder)
-    chunks = {bytes([number]): _of_ones(decoder, there) for number in range(_WANTED)}
+    there, layers = held_on(decoder), [shape.empty(_HELD_TOKENS, decoder.kv_dtype) for shape in decoder.shapes]
+    chunks = {
+        bytes([number]): ChunkKV(*([torch.ones_like(layer[side], device=there) for layer in layers] for side in (0, 1)))
+        for number in range(_WANTED)
+    }
     candidates = [Candidate((0,) * _HELD_TOKENS, chunk, level=MEMORY) for chunk in chunks]
     speed = measure_load(decoder, MemorySource(chunks), candidates)
     assert speed is not None  # nothing of it can be missing
     return speed
-
-
-def _of_ones(decoder: Decoder, there: torch.device | None) -> ChunkKV:
-    sides = [[shape.empty(_HELD_TOKENS, decoder.kv_dtype)[side] for shape in decoder.shapes] for side in (0, 1)]
-    keys, values = ([torch.ones_like(numbers, device=there) for numbers in side] for side in sides)
-    return ChunkKV(keys, values)
 
 
 @dataclass(frozen=True, slots=True)

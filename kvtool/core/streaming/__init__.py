@@ -1,1 +1,1 @@
-"""Chunks' KV from a slow link under a time objective: what to fetch next, and what that comes to over a trace."""
+"""Fetching from a shared store under a time objective: the levels of chunks, the link's throughput, and the task."""

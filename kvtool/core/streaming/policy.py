@@ -13,10 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from kvtool.core.streaming.fetch_state import DEFAULT_MARGIN, Estimator, Fetch, Harmonic, Ladder, Policy, Task, text_row
+from kvtool.core.streaming.fetch_state import Fetch, Flight, Harmonic, Ladder, Task, decision_row, mbps
 
 DEPTH = 2  # fetches outstanding at once
+MARGIN = 0.1  # of an estimated throughput that is not counted on
 OPTIMISM = 10.0  # how much faster than ever before a link may become: those that were down come back
 MEANWHILE = "text, computed meanwhile"
 AS_LONG_AGAIN = 2  # what is overdue is expected to take as long again as it has
@@ -31,7 +33,7 @@ class _Running:
     decoded: float
 
 
-class OverlapPolicy(Policy):
+class Policy:
     """Policy of bases, then refinements; text where it is sooner, or where only text is sure to meet the objective.
 
     The link:
@@ -46,21 +48,39 @@ class OverlapPolicy(Policy):
     - A refinement is fetched while it is expected to be decoded in time, and given up after that. Each step is taken
       for all chunks, the most relevant first, before the next one: where the steps of the levels grow, the first one
       gains most for its bytes.
-    - Without an objective: every chunk at its finest level, at once.
 
     The processor, where `Task.alone` lets it compute a chunk:
 
-    - With an objective: the processor works until then. Chunks that are missing come first, then those held at a lossy
-      level. Nothing is begun that is not expected in time, or that the link is expected to bring sooner without a loss.
-      Where computing all from text would meet the objective, it is stopped when only the pass over all that is missing
-      is sure to be in time: so a processor that is slower than expected costs nothing.
-    - Without one: until all is there. A chunk is computed where the link is expected to bring it later than that. A
+    - It works until the objective. Chunks that are missing come first, then those held at a lossy level. Nothing is
+      begun that is not expected in time, or that the link is expected to bring sooner without a loss. Where computing
+      all from text would meet the objective, it is stopped when only the pass over all that is missing is sure to be in
+      time: so a processor that is slower than expected costs nothing.
+    - What the link was asked for is computed only where it is expected later: of the two the later one is given up. A
       link that is overdue is expected to take as long again, so that a stalled one costs little.
-    - What the link was asked for is computed only where it is expected later: of the two the later one is given up.
+
+    A driver (query/streaming.py over a network, or a simulator) keeps to this order:
+
+    1. While fewer than `DEPTH` fetches are outstanding: `next(now)`. Send what it returns; None: nothing to ask for
+       now, something may be later if a fetch is outstanding.
+    2. While nothing is computed: `compute(now)`. Begin what it returns; what has come is decoded before.
+    3. With nothing outstanding and nothing computed after that, streaming is over: compute the chunks of level None
+       that are not among `computed` from their text, in the pass.
+    4. Wait until a fetch arrives or fails, or its `give_up_at` comes, or the computation ends, or its `stop_at` comes
+       (both may change with every report); report that by `done` or `ended` and go to 1. Ask `compute` now and then
+       where none of these comes: what a link is expected to do changes while it does nothing.
     """
 
-    def __init__(self, task: Task, estimator: Estimator, margin: float = DEFAULT_MARGIN) -> None:
-        super().__init__(task, estimator, margin)
+    def __init__(self, task: Task, estimator: Harmonic) -> None:
+        self.task, self._estimator = task, estimator
+        self._ladders = {ladder.chunk: ladder for ladder in task.ladders}
+        self._held: dict[int, set[str]] = {chunk: set() for chunk in self._ladders}
+        self._reached = dict.fromkeys(self._ladders, -1)  # the rung at which a chunk is held
+        self._reaching = dict.fromkeys(self._ladders, -1)  # the same once all that is under way has arrived
+        self._missing = frozenset(self._ladders)  # chunks held at no rung
+        self._flying: list[Flight] = []
+        self._now = self._last_end = 0.0
+        self._decoded_at = 0.0  # when all that is there will be decoded
+        self._log: list[dict[str, Any]] = []
         self._over = False
         self._best = math.inf  # bytes a second, of all fetches so far
         self._speed = Harmonic()  # of computing: what was expected over what it took
@@ -68,47 +88,69 @@ class OverlapPolicy(Policy):
         self._computed: set[int] = set()
         self._refused: set[int] = set()  # whose computation ended too soon: it is not begun again
         self._decoding = 0.0  # seconds, of all that has come
-        for ladder in task.ladders:
-            slow = ladder.rungs and task.decode(ladder.tokens, ladder.rungs[0].level) > self._text_seconds(
-                ladder.chunk, _NONE
-            )
-            if not ladder.rungs or (task.objective is not None and slow):
-                self._closed.add(ladder.chunk)
-        self._promised = task.objective is not None and self._deadline(_NONE) >= 0
+        self._closed = {ladder.chunk for ladder in task.ladders if self._is_text_sooner(ladder)}  # are not asked for
+        self._promised = self._deadline(_NONE) >= 0
+
+    def _is_text_sooner(self, ladder: Ladder) -> bool:
+        """Return True for a chunk that is not stored, or takes longer to decode than to compute."""
+        text = self._text_seconds(ladder.chunk, _NONE)
+        return not ladder.rungs or self.task.decode(ladder.tokens, ladder.rungs[0].level) > text
 
     @property
     def computed(self) -> frozenset[int]:
         return frozenset(self._computed)
 
+    @property
+    def levels(self) -> dict[int, str | None]:
+        """The level that each chunk has been fetched at; None: its text is all there is."""
+        return {chunk: self._level(chunk) for chunk in self._ladders}
+
+    @property
+    def log(self) -> list[dict[str, Any]]:
+        """Decisions in the order in which they ended, last the chunks that were never fetched."""
+        told = {row["chunk"] for row in self._log} | {flight.fetch.chunk for flight in self._flying}
+        return self._log + [decision_row(chunk, "text") for chunk in self._ladders if chunk not in told]
+
     def next(self, now: float) -> Fetch | None:
+        """The fetch to start now, `now` seconds after the question's start."""
         self._now = max(self._now, now)
-        if self.task.objective is None:
-            return self._everything(now)
         if self._promised and not self._flying and now > self._deadline(_NONE):
             self._over = True
         return None if self._over else self._base(now) or self._refinement(now)
 
     def done(self, fetch: Fetch, started: float, ended: float, arrived: bool) -> None:
-        limit = self.give_up_at(fetch)
-        given_up = not arrived and limit is not None and ended >= limit
-        if given_up and self._is_base(fetch) and fetch.chunk not in self._closed:
+        """Note the end of a fetch, which started after the one before it on the same link. Not `arrived`: it failed, or
+        was given up."""
+        if not arrived and ended >= self.give_up_at(fetch) and self._is_base(fetch) and fetch.chunk not in self._closed:
             self._over = True  # no time is left for any other either
-        if arrived and ended > started:
-            rate = fetch.size / (ended - started)
-            self._best = rate if math.isinf(self._best) else max(self._best, rate)
-        super().done(fetch, started, ended, arrived)
+        flight = next(flight for flight in self._flying if flight.fetch == fetch)
+        self._flying.remove(flight)
+        self._now = self._last_end = max(self._now, ended)
+        rate = fetch.size / (ended - started) if arrived and ended > started else None
+        decision = flight.decision
         if arrived:
-            self._decoding += self.task.decode(self._ladders[fetch.chunk].tokens, fetch.level)
+            self._held[fetch.chunk] |= {part.level for part in fetch.parts}
+            self._count(fetch.chunk)
+            decode = self.task.decode(self._ladders[fetch.chunk].tokens, fetch.level)
+            self._decoding += decode
+            self._decoded_at = max(self._decoded_at, ended) + decode
+            self._estimator.observe(fetch.size, ended - started)
+        else:
+            self._closed.add(fetch.chunk)
+            self._count(fetch.chunk)
+            decision = f"gave up {decision}: {self._level(fetch.chunk) or 'text'} stands"
+        if rate is not None:
+            self._best = rate if math.isinf(self._best) else max(self._best, rate)
+        row = decision_row(fetch.chunk, decision, level=fetch.level, fetch_ms=(ended - started) * 1e3)
+        row |= {"estimated_mbps": mbps(fetch.estimated_bytes_per_second), "measured_mbps": mbps(rate)}
+        self._log.append(row | {"bytes": fetch.size if arrived else 0})
 
-    def give_up_at(self, fetch: Fetch) -> float | None:
-        if self.task.objective is None or fetch.chunk in self._closed:
-            return super().give_up_at(fetch)
-        if self._over:
+    def give_up_at(self, fetch: Fetch) -> float:
+        """When waiting for a fetch should end; at once if what it refines is lost or was computed."""
+        if self._over or fetch.chunk in self._closed:
             return self._now
         if not self._is_base(fetch):
-            # Where the objective is promised, nothing is built on a base that has not arrived: it may still fail.
-            arriving = _NONE if self._promised else self._bases_flying()
-            latest = self._deadline(arriving) - self.task.decode(self._ladders[fetch.chunk].tokens, fetch.level)
+            latest = self._sure_deadline() - self.task.decode(self._ladders[fetch.chunk].tokens, fetch.level)
             return latest if self._decoded_at <= latest else self._now
         text = self._deadline(_NONE)
         in_reach = max(self._now, self._decoded_at) <= text
@@ -124,21 +166,15 @@ class OverlapPolicy(Policy):
         order = [ladder for ladder in self.task.ladders if running is None or ladder.chunk != running.chunk]
         if running is not None and running.chunk in self._missing:
             rate, ladder = self._rate, self._ladders[running.chunk]
-            size = 0 if not ladder.rungs else ladder.rungs[0 if self.task.objective is not None else -1].size
+            size = ladder.rungs[0].size if ladder.rungs else 0
             if rate is not None and size and self._arrival(self._now, size, rate) < self._end_of_running():
                 order.append(ladder)
         return order
 
-    def _everything(self, now: float) -> Fetch | None:
-        for ladder in self._order():
-            if ladder.chunk not in self._closed and self._reaching[ladder.chunk] < len(ladder.rungs) - 1:
-                return self._ask(now, ladder, len(ladder.rungs) - 1, "base")
-        return None
-
     def _base(self, now: float) -> Fetch | None:
         for ladder in self._order():
-            open_ = ladder.chunk not in self._closed and self._reaching[ladder.chunk] < 0
-            if open_ and self._worth_fetching(now, ladder):
+            is_open = ladder.chunk not in self._closed and self._reaching[ladder.chunk] < 0
+            if is_open and self._worth_fetching(now, ladder):
                 return self._ask(now, ladder, 0, "base")
         return None
 
@@ -158,7 +194,9 @@ class OverlapPolicy(Policy):
         """If only time counts, also for what arrives before the processor has computed all others."""
         if ladder.rungs[0].size / rate < self._text_seconds(ladder.chunk, self._missing - self._bases_flying()):
             return True
-        through = self._through(self._missing - self._chunks_flying)
+        running = set() if self._running is None else {self._running.chunk}
+        rest = self._missing - self._chunks_flying - self._refused - running
+        through = self._free() + sum(map(self._seconds, rest))
         in_time = self._arrival(now, ladder.rungs[0].size, rate) < through
         return in_time and not self._promised and math.isfinite(through)
 
@@ -178,13 +216,14 @@ class OverlapPolicy(Policy):
 
     def _in_time(self, now: float, ladder: Ladder, number: int, rate: float, deadline: float) -> bool:
         rung, decode = ladder.rungs[number], self.task.decode
-        arrival = self._arrival(now, ladder.missing(self._coming(ladder), rung), rate)
+        arrival = self._arrival(now, sum(part.size for part in rung.absent(self._coming(ladder))), rate)
         queued = sum(decode(self._ladders[flight.fetch.chunk].tokens, flight.fetch.level) for flight in self._flying)
         return max(arrival, self._decoded_at + queued) + decode(ladder.tokens, rung.level) <= deadline
 
     # ---- what to compute ---------------------------------------------------------------------------------------------
 
     def compute(self, now: float) -> int | None:
+        """The chunk whose text to compute now, without other chunks; None: none for now."""
         self._now = max(self._now, now)
         if self._running is not None or self._over:
             return None
@@ -197,6 +236,8 @@ class OverlapPolicy(Policy):
         return None
 
     def ended(self, chunk: int, seconds: float, now: float, whole: bool) -> None:
+        """Note the end of a chunk's computation, in seconds without decoding. Not `whole`: it failed, or was
+        stopped."""
         self._now = max(self._now, now)
         self._running = None
         if whole:
@@ -206,34 +247,25 @@ class OverlapPolicy(Policy):
             self._missing -= {chunk}
         else:
             self._refused.add(chunk)
-        row = text_row(chunk, MEANWHILE if whole else f"gave up computing: {self._level(chunk) or 'text'} stands")
-        self._log.append(row | {"compute_ms": seconds * 1e3})
+        decision = MEANWHILE if whole else f"gave up computing: {self._level(chunk) or 'text'} stands"
+        self._log.append(decision_row(chunk, decision, compute_ms=seconds * 1e3))
 
-    def stop_at(self, chunk: int) -> float | None:
-        if self.task.objective is not None and (self._promised or chunk not in self._missing):
-            return self._deadline(self._sure())
-        if chunk not in self._missing:
-            return self._now
+    def stop_at(self, chunk: int) -> float:
+        """When waiting for a chunk's computation should end."""
+        if self._promised or chunk not in self._missing:
+            return self._sure_deadline()
         if self._flying or self._end_of_running() - self._now <= self._text_seconds(chunk, self._missing):
-            return None
+            return math.inf
         return self._now  # the pass computes it sooner
 
     def _worth_computing(self, now: float, chunk: int, end: float) -> bool:
-        if not self._in_time_computed(chunk, end):
-            return False
+        in_time, sooner = end <= self._sure_deadline(), end < self._expected(now, chunk)
         if chunk not in self._missing:
-            return True
-        if not self._flying:
-            return False  # streaming is over, and one pass over all that is missing is sooner
-        comes_exact = not self._ladders[chunk].loses or self.task.objective is None or chunk in self._chunks_flying
-        return not comes_exact or end < self._expected(now, chunk)
-
-    def _in_time_computed(self, chunk: int, end: float) -> bool:
-        if self.task.objective is None:
-            return True
-        if self._promised or chunk not in self._missing:
-            return end <= self._deadline(self._sure())
-        return end <= self._all_by() or end < self._expected(self._now, chunk)
+            return in_time
+        if not self._flying or not (in_time if self._promised else sooner or end <= self._all_by()):
+            return False  # without fetches streaming is over, and one pass over all that is missing is sooner
+        rungs = self._ladders[chunk].rungs
+        return sooner or (bool(rungs) and rungs[0].loss > 0 and chunk not in self._chunks_flying)
 
     def _texts(self) -> Iterator[int]:
         """Chunks that may be computed: what is missing and not under way, then what is, then what loses something."""
@@ -245,7 +277,7 @@ class OverlapPolicy(Policy):
         if ladder.chunk in self._computed or ladder.chunk in self._refused:
             return False
         reached = self._reached[ladder.chunk]
-        return reached < 0 or (self.task.objective is not None and ladder.rungs[reached].loss > 0)
+        return reached < 0 or ladder.rungs[reached].loss > 0
 
     def _meanwhile(self, until: float) -> set[int]:
         """Chunks neither there nor requested that are expected to be computed by then."""
@@ -261,19 +293,18 @@ class OverlapPolicy(Policy):
                 found.add(chunk)
         return found
 
-    def _through(self, chunks: frozenset[int]) -> float:
-        rest = chunks - self._refused - ({self._running.chunk} if self._running is not None else set())
-        return self._free() + sum(self._seconds(chunk) for chunk in rest)
-
     # ---- times -------------------------------------------------------------------------------------------------------
 
     def _deadline(self, arriving: frozenset[int]) -> float:
         """The latest moment at which computing what neither is there nor `arriving` meets the objective."""
-        assert self.task.objective is not None
         return self.task.objective - self.task.compute(self._missing - arriving)
 
+    def _sure_deadline(self) -> float:
+        """Where the objective is promised, nothing is built on a base that has not arrived: it may still fail."""
+        return self._deadline(_NONE if self._promised else self._bases_flying())
+
     def _all_by(self) -> float:
-        return self._deadline(frozenset(ladder.chunk for ladder in self._open()))
+        return self._deadline(self._missing - self._closed)
 
     def _last_hope(self) -> float:
         """When the oldest outstanding base, or the next one, must arrive so that all others could still come in time,
@@ -309,11 +340,8 @@ class OverlapPolicy(Policy):
     def _text_seconds(self, chunk: int, among: frozenset[int]) -> float:
         return self.task.compute(among | {chunk}) - self.task.compute(among - {chunk})
 
-    def _sure(self) -> frozenset[int]:
-        return frozenset() if self._promised else self._bases_flying()
-
     def _seconds(self, chunk: int) -> float:
-        speed = (self._speed.bytes_per_second or 1.0) * (1 - self._margin)
+        speed = (self._speed.bytes_per_second or 1.0) * (1 - MARGIN)
         if self._running is not None and self._running.chunk != chunk:  # it may be overdue already
             took = self._end_of_running() - self._running.since - (self._decoding - self._running.decoded)
             speed = min(speed, self.task.alone(self._running.chunk) / took if took > 0 else speed)
@@ -339,7 +367,7 @@ class OverlapPolicy(Policy):
                 return self._busy_since + size / pace
         for other in self._order():
             if other.chunk not in self._closed and self._reaching[other.chunk] < 0:
-                size += other.rungs[-1 if self.task.objective is None else 0].size
+                size += other.rungs[0].size
             if other.chunk == chunk:
                 break
         return (self._busy_since if self._flying else now) + size / pace
@@ -355,12 +383,8 @@ class OverlapPolicy(Policy):
 
     # ---- chunks ------------------------------------------------------------------------------------------------------
 
-    def _open(self) -> list[Ladder]:
-        return [self._ladders[chunk] for chunk in self._missing - self._closed]
-
     def _to_come(self) -> list[Ladder]:
-        meanwhile = self._meanwhile(self._all_by())
-        return [ladder for ladder in self._open() if ladder.chunk not in meanwhile]
+        return [self._ladders[chunk] for chunk in self._missing - self._closed - self._meanwhile(self._all_by())]
 
     def _open_decode(self) -> float:
         return sum(self.task.decode(ladder.tokens, ladder.rungs[0].level) for ladder in self._to_come())
@@ -371,3 +395,45 @@ class OverlapPolicy(Policy):
     def _is_base(self, fetch: Fetch) -> bool:
         first = next((flight.fetch for flight in self._flying if flight.fetch.chunk == fetch.chunk), None)
         return fetch == first and fetch.chunk in self._missing
+
+    def _level(self, chunk: int) -> str | None:
+        number = self._reached[chunk]
+        return self._ladders[chunk].rungs[number].level if number >= 0 else None
+
+    def _count(self, chunk: int) -> None:
+        ladder = self._ladders[chunk]
+        self._reached[chunk] = ladder.reached(self._held[chunk])
+        self._reaching[chunk] = ladder.reached(self._coming(ladder))
+        if self._reached[chunk] >= 0:
+            self._missing -= {chunk}
+
+    def _ask(self, now: float, ladder: Ladder, number: int, decision: str) -> Fetch:
+        rung = ladder.rungs[number]
+        rate = self._estimator.bytes_per_second
+        fetch = Fetch(ladder.chunk, rung.level, rung.absent(self._coming(ladder)), rate)
+        self._flying.append(Flight(fetch, now, decision))
+        self._count(ladder.chunk)
+        return fetch
+
+    def _coming(self, ladder: Ladder) -> set[str]:
+        flying = [flight.fetch for flight in self._flying if flight.fetch.chunk == ladder.chunk]
+        return self._held[ladder.chunk].union(part.level for fetch in flying for part in fetch.parts)
+
+    @property
+    def _chunks_flying(self) -> frozenset[int]:
+        return frozenset(flight.fetch.chunk for flight in self._flying)
+
+    @property
+    def _rate(self) -> float | None:
+        """Bytes a second that are counted on; None: no estimate."""
+        rate = self._estimator.bytes_per_second
+        return None if rate is None else rate * (1 - MARGIN)
+
+    @property
+    def _busy_since(self) -> float:
+        return max(self._last_end, self._flying[0].at)
+
+    def _arrival(self, now: float, size: int, rate: float) -> float:
+        waiting = sum(flight.fetch.size for flight in self._flying)
+        free = max(now, self._busy_since + waiting / rate) if self._flying else now
+        return free + size / rate

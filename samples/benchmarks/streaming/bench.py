@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from kvtool.core.streaming.fetch_state import DEFAULT_MARGIN, Policy, Task
-from kvtool.core.streaming.policy import DEPTH, OverlapPolicy
+from kvtool.core.streaming.fetch_state import Task
+from kvtool.core.streaming.policy import DEPTH, Policy
 from samples.benchmarks.streaming.context import Context
 from samples.benchmarks.streaming.predictors import DEFAULT_PREDICTOR, PREDICTORS
 from samples.benchmarks.streaming.rules import CacheGenRule, Fixed, TextOnly
@@ -51,7 +51,6 @@ class StreamOptions:
 
     slo_ms: tuple[float, ...]
     predictor: str = DEFAULT_PREDICTOR
-    margin: float = DEFAULT_MARGIN
     depth: int = DEPTH
     scenario: Scenario = field(default_factory=Scenario)
 
@@ -130,7 +129,7 @@ class StreamBench:
     def to_json(self) -> dict[str, Any]:
         """The JSON object of `stream.py`."""
         value = {own.name: getattr(self, own.name) for own in fields(self)}
-        names = ("slo_ms", "predictor", "margin", "depth")
+        names = ("slo_ms", "predictor", "depth")
         case = self.options.scenario.case
         return value | {
             "options": {name: getattr(self.options, name) for name in names},
@@ -198,11 +197,11 @@ def _outcomes(
 def _policy(name: str, task: Task, options: StreamOptions) -> Policy:
     estimator = PREDICTORS[options.predictor]()
     if name == ADAPTIVE:
-        return OverlapPolicy(task, estimator, options.margin)
+        return Policy(task, estimator)
     if name == LINK:
-        return OverlapPolicy(replace(task, alone=lambda chunk: math.inf), estimator, options.margin)
+        return Policy(replace(task, alone=lambda chunk: math.inf), estimator)
     if name == CACHEGEN:
-        return CacheGenRule(task, PREDICTORS["last"](), options.margin)
+        return CacheGenRule(task, PREDICTORS["last"]())
     return TextOnly(task, estimator) if name == TEXT else Fixed(task, estimator, name)
 
 
@@ -240,7 +239,7 @@ def _ready(context: Context, options: StreamOptions) -> Iterator[Ready]:
     link = LinkTrace("steady", "steady", ((0.0, options.scenario.ready_mbps),))
     reached: dict[str, tuple[float, float]] = {}  # seconds, loss
     for level in context.fixed:
-        task = context.task(None, level)
+        task = context.task(math.inf, level)
         outcome = simulate(_policy(level, task, options), task, link, options.depth)
         reached[level] = outcome.ready_s, outcome.loss
     for slo_ms in options.slo_ms:

@@ -119,7 +119,7 @@ class Context:
         everything = frozenset(ladder.chunk for ladder in self.ladders)
         return self.compute(everything) - self.compute(frozenset())
 
-    def task(self, objective: float | None, level: str | None = None) -> Task:
+    def task(self, objective: float, level: str | None = None) -> Task:
         """Return the task of one request; `level`: the only level that it may fetch."""
         ladders = self.ladders if level is None else self.fixed[level]
         return Task(ladders, self.compute, objective, lambda tokens, at: tokens * self.decode.get(at, 0.0), self.alone)

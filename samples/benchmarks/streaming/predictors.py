@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvtool.core.streaming.fetch_state import Estimator, Harmonic
+from kvtool.core.streaming.fetch_state import Harmonic
 
 _NEWEST = 0.5  # weight of the newest transfer in the moving average
 
 
-class Ewma:
+class Ewma(Harmonic):
     """Moving average; with weight 1 only the newest transfer counts (CacheGen, arXiv 2310.07240, section 5.3)."""
 
     def __init__(self, newest: float = _NEWEST) -> None:
@@ -26,5 +26,5 @@ class Ewma:
         return self._rate
 
 
-PREDICTORS: dict[str, Callable[[], Estimator]] = {"last": lambda: Ewma(1.0), "ewma": Ewma, "harmonic": Harmonic}
+PREDICTORS: dict[str, Callable[[], Harmonic]] = {"last": lambda: Ewma(1.0), "ewma": Ewma, "harmonic": Harmonic}
 DEFAULT_PREDICTOR = "harmonic"

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-from kvtool.core.streaming.fetch_state import DEFAULT_MARGIN, Estimator, Fetch, Ladder, Policy, Rung, Task
+import math
+
+from kvtool.core.streaming.fetch_state import Fetch, Harmonic, Ladder, Rung, Task
+from kvtool.core.streaming.policy import Policy
 
 
-class Fixed(Policy):
+class Rule(Policy):
+    """A rule of what to fetch: it waits for what it asked for, and computes nothing before the pass."""
+
+    def __init__(self, task: Task, estimator: Harmonic) -> None:
+        super().__init__(task, estimator)
+        self._closed.clear()
+
+    def compute(self, now: float) -> int | None:
+        return None
+
+    def give_up_at(self, fetch: Fetch) -> float:
+        return self._now if fetch.chunk in self._closed else math.inf
+
+
+class Fixed(Rule):
     """Every chunk at one level, whatever the link does; a chunk that is not stored at it is computed from its text."""
 
-    def __init__(self, task: Task, estimator: Estimator, level: str) -> None:
+    def __init__(self, task: Task, estimator: Harmonic, level: str) -> None:
         super().__init__(task, estimator)
         self._wanted = level
 
@@ -23,14 +40,14 @@ class Fixed(Policy):
         return None
 
 
-class TextOnly(Policy):
+class TextOnly(Rule):
     """Nothing is fetched."""
 
     def next(self, now: float) -> Fetch | None:
         return None
 
 
-class CacheGenRule(Policy):
+class CacheGenRule(Rule):
     """CacheGen (arXiv 2310.07240, section 5.3): chunk by chunk, the finest level at which all remaining chunks are
     expected to meet the objective at the last measured rate; text where none does. What has been decided stays.
 
@@ -38,8 +55,8 @@ class CacheGenRule(Policy):
     estimate, are fetched at the level in the middle.
     """
 
-    def __init__(self, task: Task, estimator: Estimator, margin: float = DEFAULT_MARGIN) -> None:
-        super().__init__(task, estimator, margin)
+    def __init__(self, task: Task, estimator: Harmonic) -> None:
+        super().__init__(task, estimator)
         self._waiting = [ladder for ladder in task.ladders if ladder.rungs]
 
     def next(self, now: float) -> Fetch | None:
@@ -54,8 +71,6 @@ class CacheGenRule(Policy):
     def _choose(self, now: float) -> int | None:
         """The rung of the first waiting chunk; None: its text."""
         rungs = self._waiting[0].rungs
-        if self.task.objective is None:
-            return len(rungs) - 1
         rate = self._rate
         if rate is None:
             return len(rungs) // 2

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvtool.core.streaming.fetch_state import Fetch, Policy, Task
-from kvtool.core.streaming.policy import DEPTH
+from kvtool.core.streaming.fetch_state import Fetch, Task
+from kvtool.core.streaming.policy import DEPTH, Policy
 from samples.benchmarks.streaming.traces import LinkTrace
 
 _LOOK_AGAIN = 1e-3  # seconds after which an idle processor is looked at again, at first
@@ -30,7 +30,7 @@ class Outcome:
     Attributes
     ----------
     ready_s : until all that was fetched is decoded. `ttft_s` : until the pass after it is over.
-    met : within the objective; None: no objective.
+    met : within the objective.
     loss : mean over tokens of the levels' losses; text loses nothing.
     text_tokens : that were computed from text, during the fetching or in the pass after it.
     vain_tokens : of chunks whose computation was begun, and stopped; some of their layers were computed in vain.
@@ -39,7 +39,7 @@ class Outcome:
 
     ready_s: float
     ttft_s: float
-    met: bool | None
+    met: bool
     loss: float
     text_tokens: int
     vain_tokens: int
@@ -101,8 +101,8 @@ class _Link:
         for sent in self.sent:
             free = self._trace.end(max(free, sent.ready), sent.fetch.size)
             limit = policy.give_up_at(sent.fetch)
-            arrives = limit is None or free <= limit
-            yield (free if arrives or limit is None else max(limit, now)), sent, arrives
+            arrives = free <= limit
+            yield (free if arrives else max(limit, now)), sent, arrives
 
     def finish(self, sent: _Sent, ended: float) -> float:
         """Take it off the link; when it began to have the link."""
@@ -146,7 +146,7 @@ class _Processor:
         """Return when the computation ends or is stopped, and whether it is whole then."""
         assert self.chunk is not None
         end, limit = max(now, self.decoded_at) + max(self.left, 0.0), policy.stop_at(self.chunk)
-        return (end, True) if limit is None or end <= limit else (max(limit, now), False)
+        return (end, True) if end <= limit else (max(limit, now), False)
 
     def stop(self, policy: Policy, now: float, whole: bool) -> None:
         assert self.chunk is not None
@@ -209,7 +209,7 @@ def _outcome(policy: Policy, task: Task, ready: float, arrivals: tuple[Arrival, 
     return Outcome(
         ready_s=ready,
         ttft_s=ttft,
-        met=None if task.objective is None else meets(ttft, task.objective),
+        met=meets(ttft, task.objective),
         loss=mean_loss(task, levels),
         text_tokens=sum(tokens[chunk] for chunk in text),
         vain_tokens=sum(tokens[chunk] for chunk in vain),

@@ -59,7 +59,7 @@ def stream_notes(result: StreamBench) -> Iterator[str]:
     yield (
         f"{result.context}: {result.tokens} tokens in {counted(result.chunks, 'chunk')}, "
         f"{result.raw_bytes / 1e6:.0f} MB of KV; computing them from text {result.text_ms:.0f} ms; "
-        f"{len(result.traces)} traces; predictor {options.predictor}, margin {options.margin:.0%}, "
+        f"{len(result.traces)} traces; predictor {options.predictor}, "
         f"{options.depth} requests outstanding; the drop's objective {options.case_slo_ms:g} ms"
     )
     yield "; ".join(result.sources)
