@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import kvtool as package
-from kvtool.core.ingest import stream
+from kvtool.core.ingest.survey import Survey
 from tests.cli.working import kvtool, write_corpus
 
 
@@ -72,7 +72,7 @@ def test_aborted_run(raised: BaseException, fresh: Any, tmp_path: Path, monkeypa
     def breaking(*args: Any) -> None:
         raise raised
 
-    monkeypatch.setattr(stream, "survey", breaking)
+    monkeypatch.setattr(Survey, "look", breaking)
     done = fresh(folder, "--log", log)
     last = events(log)[-1]
     assert (last["type"], last["error"]["exit_code"]) == ("error", done.code)

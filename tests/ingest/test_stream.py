@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from kvtool.core.cache.writer import Writer
-from kvtool.core.ingest import stream
-from kvtool.core.ingest.survey import Outcome
+from kvtool.core.ingest.survey import Outcome, Survey
 from tests.cli.working import PREFIX, kvtool, listing
 
 FILES = 8
@@ -27,17 +26,17 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     order: list[str] = []
-    survey, commit = stream.survey, Writer.commit_file
+    look, commit = Survey.look, Writer.commit_file
 
-    def reading(file: Any, *rest: Any) -> Outcome:
+    def reading(survey: Survey, file: Any) -> Outcome:
         order.append(f"read {file.path.name}")
-        return survey(file, *rest)
+        return look(survey, file)
 
     def committing(writer: Writer, entry: Any, documents: Any) -> None:
         order.append(f"commit {Path(entry.path).name}")
         commit(writer, entry, documents)
 
-    monkeypatch.setattr(stream, "survey", reading)
+    monkeypatch.setattr(Survey, "look", reading)
     monkeypatch.setattr(Writer, "commit_file", committing)
     return order
 

@@ -99,7 +99,7 @@ def _run(path: Path, options: IngestOptions, job_of: Callable[[Store | None], _J
         writer = held.enter_context(store.writer(options.lock_wait, options.max_size, say))
         job = job_of(store)
         if first is not None and job.choices.known is None:
-            job, first.stream.store = first, store
+            job, first.stream.seen.store = first, store
         return job.run(store, writer)
 
 
