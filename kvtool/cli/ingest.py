@@ -127,10 +127,8 @@ def _show(run: Run, report: IngestReport) -> None:
 def known_failures(report: IngestReport) -> str:
     first, *others = report.known_failures
     more = f", and {len(others)} more: -v names them" if others else f": {first['error']}"
-    are, them = ("are", "them") if others else ("is", "it")
-    documents = counted(len(report.known_failures), "document")
-    ways = f"--retry tries {them}, --strict counts {them}"
-    return one_line(f"{documents} {are} still unreadable, as before ({first['path']}{more}); {ways}")
+    documents = counted(len(report.known_failures), "document is", "documents are")
+    return one_line(f"{documents} still unreadable, as before ({first['path']}{more})")
 
 
 def _counted(count: int, kind: str) -> str:

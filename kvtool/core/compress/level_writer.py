@@ -261,33 +261,21 @@ class ReadBack:
         for source in {source for source in sources.values() if source is not None}:
             numbers = [number for number, chunk in enumerate(chunks) if sources[chunk] == source]
             items = read_records(self._store, [chunks[number] for number in numbers], source, layer)
-            right = CODECS[source].decode(items, layer)
-            right = [_stored(kv, rows[number]) for number, kv in zip(numbers, right, strict=True)]
-            sound = _within([made[at] for at in numbers], right, [stated[at] for at in numbers])
-            for number, within in zip(numbers, sound, strict=True):
-                if not within:
+            for number, kv in zip(numbers, CODECS[source].decode(items, layer), strict=True):
+                stored = rows[number]
+                right = kv if stored is None else some_rows([kv], stored)[0]
+                if not _is_sound(made[number], right, stated[number]):
                     raise DamagedError(
                         f"chunk {chunks[number].hex()[:12]} did not come back from level {level} as it was encoded",
                         "nothing was dropped; please report this",
                     )
 
 
-def _stored(kv: LayerKV, rows: Ids | None) -> LayerKV:
-    return kv if rows is None else some_rows([kv], rows)[0]
-
-
-def _alike(made: LayerKV, exact: LayerKV) -> bool:
-    return all((one.shape, one.dtype) == (other.shape, other.dtype) for one, other in zip(made, exact, strict=True))
-
-
-def _within(made: Sequence[LayerKV], exact: Sequence[LayerKV], stated: Sequence[tuple[float, float]]) -> list[bool]:
-    """Return True for each chunk that is equal to its input, or as near as its records state."""
-    left, right = ([side for kv in kvs for side in kv] for kvs in (made, exact))
-    if [(side.shape, side.dtype) for side in left] != [(side.shape, side.dtype) for side in right]:
-        return [_alike(*pair) for pair in zip(made, exact, strict=True)]
-    bounds = [bound for pair in stated for bound in pair]
-    sound = [
-        torch.equal(one, other) if bound == 0.0 else error <= bound * _SLACK
-        for one, other, bound, error in zip(left, right, bounds, errors_of(left, right), strict=True)
-    ]
-    return [all(pair) for pair in zip(sound[::2], sound[1::2], strict=True)]
+def _is_sound(made: LayerKV, exact: LayerKV, stated: tuple[float, float]) -> bool:
+    """Return True if a chunk is equal to its input, or as near as its record states."""
+    if [(side.shape, side.dtype) for side in made] != [(side.shape, side.dtype) for side in exact]:
+        return False
+    sides = zip(made, exact, stated, errors_of(made, exact), strict=True)
+    return all(
+        torch.equal(one, other) if bound == 0.0 else error <= bound * _SLACK for one, other, bound, error in sides
+    )

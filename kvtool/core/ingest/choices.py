@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +12,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.checkpoint.files import ModelFiles, Once, unnoticed
 from kvtool.core.checkpoint.hub import model_fingerprint
 from kvtool.core.corpus.split import SplitSettings
-from kvtool.core.errors import DamagedError, UsageError
+from kvtool.core.errors import UsageError
 from kvtool.core.ingest.options import IngestOptions, is_lead_in_file
 from kvtool.core.model.options import DEFAULT_MODEL, DEFAULT_SYSTEM
 from kvtool.core.session.identity import LeadInIds, StoreIdentity, check_same_model, resolve_named
@@ -126,26 +125,12 @@ class Choices:
         return kept
 
 
-def lead_in_change(
-    store: Store, known: StoreIdentity, identity: StoreIdentity, read: set[str], gone: set[str]
-) -> tuple[str, str]:
-    """Return a warning and its hint: only the files `read` now get the new lead-in; `gone` files are removed."""
-    kept, anew = _counted(store, read, gone)
-    text = f"the lead-in changes from {known.lead_in.mode!r} to {identity.lead_in.mode!r}: {anew} chunks are made anew"
-    if not kept:
+def lead_in_change(known: StoreIdentity, identity: StoreIdentity, keeps_others: bool) -> tuple[str, str]:
+    """Return a warning and its hint. `keeps_others`: whether the store has documents that this run does not read."""
+    text = f"the lead-in changes from {known.lead_in.mode!r} to {identity.lead_in.mode!r}: chunks are made anew"
+    if not keeps_others:
         return text, ""
     return (
-        f"{text}; {kept} chunks of other documents keep theirs, and are found as before",
+        f"{text}; those of other documents keep theirs, and are found as before",
         "ingest the other documents again to give them the new one, too",
     )
-
-
-def _counted(store: Store, read: set[str], gone: set[str]) -> tuple[int, int]:
-    """Count the stored chunks that only files have which are neither read nor removed now, and those of read files."""
-    chunks: dict[bool, set[bytes]] = {False: set(), True: set()}
-    for entry in store.files():
-        for source in entry.documents if entry.path not in gone else ():
-            with suppress(DamagedError):  # its chunks are unknown; only this count needs them
-                document = store.document(source)
-                chunks[entry.path in read] |= {ref.chunk_id for ref in document.chunks} if document else set()
-    return len(chunks[False] - chunks[True]), len(chunks[True])

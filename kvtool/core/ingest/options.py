@@ -178,8 +178,6 @@ class IngestOptions(
     read_memory: int = option(
         2 * 10**9, "Maximum memory to read one file.", unit="size", lowest=10**8, instead="2GB", setting=True
     )
-    retry: bool = option(False, "Try files again that could not be read before.")
-    strict: bool = option(False, "Also report unchanged files that failed before as failures.")
     dry_run: bool = option(False, "Show what would be done, and do nothing.")
     continue_on_error: bool = option(
         True, "After a file that fails, continue (exit code 3) or stop.", flag="--continue-on-error/--fail-fast"

@@ -91,7 +91,7 @@ class IngestReport:
     phases: dict[str, float] = field(default_factory=dict)  # seconds in addition to reading and prefill, by `PHASES`
     skipped: dict[str, int] = field(default_factory=lambda: {kind.value: 0 for kind in Skip})  # by kind
     unsupported: dict[str, int] = field(default_factory=dict)  # by ending
-    failures: list[dict[str, str]] = field(default_factory=list)  # with `strict` all of them
+    failures: list[dict[str, str]] = field(default_factory=list)
     known_failures: list[dict[str, str]] = field(default_factory=list)  # unchanged files; not among `failures`
     not_retried: int = 0  # number of files in both lists that were not read again
     loss: float | None = None  # of the new chunks' level, in nats per token of the answer; None: not measured

@@ -45,7 +45,7 @@ class Stream:
         self, store: Store | None, options: IngestOptions, choices: Choices, account: Account, reading: Reading
     ) -> None:
         self._options, self._choices, self._account, self._reading = options, choices, account, reading
-        self.seen = Seen(store, options.retry)
+        self.seen = Seen(store)
         self._outcomes = self._surveyed()
 
     @property

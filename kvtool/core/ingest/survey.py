@@ -245,10 +245,10 @@ _Failures = dict[str, dict[str, str]]  # which files could not be read and why, 
 
 
 class Seen:
-    """Marks of a store's files; None: no store yet. `retry`: read files again that could not be read."""
+    """Marks of a store's files; None: no store yet."""
 
-    def __init__(self, store: Store | None, retry: bool = False) -> None:
-        self.store, self._retry = store, retry
+    def __init__(self, store: Store | None) -> None:
+        self.store = store
         self._read: tuple[set[bytes], _Failures, bool] | None = None  # at first use
         self._now: set[bytes] = set()  # of files of this run
         self._noted: dict[str, bytes] = {}  # of files that it has read, by path
@@ -283,8 +283,6 @@ class Seen:
 
     def failure(self, path: str, means: str) -> UnreadableFile | None:
         """Return the earlier error of an unchanged unreadable file; None: read it."""
-        if self._retry:
-            return None
         with suppress(OSError, KeyError, TypeError, AttributeError):  # a row may be of another kvtool
             mark = _mark(path, os.stat(path), means).hex()
             row = self._kept[1][mark]
@@ -298,7 +296,7 @@ class Seen:
         with suppress(OSError):
             mark = _mark(failure.path, os.stat(failure.path), repr((__version__, means, failure.error))).hex()
             self._failed[mark] = {"path": failure.path, "message": failure.error}
-            return replace(failure, known=not self._retry and mark in self._kept[1])
+            return replace(failure, known=mark in self._kept[1])
         return failure
 
     def note(self, path: str, before: os.stat_result, digest: str) -> None:

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
 
+from kvtool.core.cache.store import Store
+from kvtool.core.checkpoint.hub import resolve
+from kvtool.core.checkpoint.load import load_tokenizer
+from kvtool.core.codec.levels import NO_PROFILE
+from kvtool.core.model.prompt import PromptParts, lead_in_ids
+from kvtool.core.session.identity import StoreIdentity
 from tests.cli.working import (
     CHUNKS,
     LAYERS,
+    PREFIX,
     QUESTION,
     SHORT,
     chunks_of,
+    damages,
     kvtool,
     listing,
     payloads,
     prefix_chunk,
     write_corpus,
 )
+from tests.compress.making import chunks_in, coded_in, levels_in, prefix_of, run, state_of
 
 
 @pytest.mark.slow
@@ -61,10 +73,10 @@ def test_a_neighbour_recomputes_one_chunk_more(tiny: Path, tmp_path: Path) -> No
     assert report["chunks"]["reused"] == count - 2
 
 
-def test_another_lead_in_says_how_much_is_made_anew(store: Path, corpus: Path) -> None:
+def test_changed_lead_in(store: Path, corpus: Path) -> None:
     count = sum(len(document["chunks"]) for document in listing(store))
     done = kvtool("ingest", corpus, "--store", store, "--lead-in", "bos", "--json").fine()
-    assert f"from 'warm' to 'bos': {count} chunks are made anew\n" in done.err
+    assert "from 'warm' to 'bos': chunks are made anew\n" in done.err
     report = done.json
     assert report["chunks"] == {"computed": count, "reused": 0, "removed": count}
     assert report["documents"]["changed"] == 6
@@ -158,3 +170,107 @@ def test_the_text_before_a_chunk_cannot_poison_its_records(mode: str, tiny: Path
     own, theirs = found
     assert len(own) == LAYERS
     assert (own == theirs) is (mode != "neighbour")
+
+
+def values_behind(model: Any, lead_in: tuple[int, ...], ids: tuple[int, ...]) -> torch.Tensor:
+    """Values of layer 1, `[kv_heads, tokens, head_dim]`."""
+    cache = DynamicCache()
+    with torch.inference_mode():
+        model(torch.tensor([[*lead_in, *ids]]), past_key_values=cache, use_cache=True)
+    return cache.layers[1].values[0, :, len(lead_in) :]
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize(
+    ("mode", "other"), [("warm", "prefix"), ("prefix", "warm"), ("neighbour", "warm"), ("none", "warm")]
+)
+def test_it_is_the_distance_between_two_lead_ins(mode: str, other: str, tiny: Path, tmp_path: Path) -> None:
+    asked = ("--store", tmp_path / "s", "--model", tiny, "--lead-in", mode, "--store-dtype", "float32", *CHUNKS)
+    kvtool("ingest", write_corpus(tmp_path / "in", 2), *asked).fine()
+    model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32).eval()
+    tokenizer = load_tokenizer(resolve(str(tiny)))
+    with Store.open(tmp_path / "s") as store:
+        identity = StoreIdentity.from_manifest(store.manifest())
+        parts = PromptParts(identity.prefix, identity.answer_header)
+        for chunk, before in chunks_with_texts_before(store, identity):
+            info = store.chunk_info(chunk)
+            kept = torch.frombuffer(bytearray(info.sensitivity), dtype=torch.float16).float()
+            own = values_behind(model, (*identity.lead_in.ids, *before), info.token_ids)
+            behind = values_behind(model, lead_in_ids(other, tokenizer, parts), info.token_ids)
+            wanted = (own - behind).square().sum((0, 2)).sqrt()
+            assert wanted.max() > 0
+            assert torch.allclose(kept, wanted, rtol=2e-3, atol=1e-5)
+
+
+def chunks_with_texts_before(store: Store, identity: StoreIdentity) -> list[tuple[bytes, tuple[int, ...]]]:
+    """Ids of a store's chunks, each with the token ids between the shared lead-in and it."""
+    found: list[tuple[bytes, tuple[int, ...]]] = []
+    for document in store.documents():
+        before: tuple[int, ...] = ()
+        for ref in document.chunks:
+            info = store.chunk_info(ref.chunk_id)
+            found.append((ref.chunk_id, before))
+            before = info.token_ids if identity.lead_in.mode == "neighbour" else ()
+    return found
+
+
+@pytest.fixture
+def at(tiny: Path, tmp_path: Path) -> tuple[Any, ...]:
+    return ("--store", tmp_path / "store", "--model", tiny, *CHUNKS, *PREFIX)
+
+
+@pytest.mark.parametrize("level", ["2", "cachegen-2", "lossless"])
+def test_without_a_profile(level: str, at: tuple[Any, ...], tmp_path: Path) -> None:
+    corpus, path = write_corpus(tmp_path / "in", 3, 3), tmp_path / "store"
+    row = kvtool("ingest", corpus, *at, "--level", level, "--json").fine().json
+    chunks = chunks_in(path)
+    assert row["chunks"]["computed"] == len(chunks)
+    prefix = "lossless" if level == "lossless" else "raw"
+    assert levels_in(path) == {chunk: [level] for chunk in chunks} | {prefix_of(path): [prefix]}
+    if level != "lossless":
+        assert {coded.profile for coded in coded_in(path, level).values()} == {NO_PROFILE}
+    assert row["kv_bytes"] == kvtool("store", "stats", "--store", path, "--json").json["bytes"]
+    for more in (("--level", level), ()):  # another level is no reason to compute
+        again = kvtool("ingest", corpus, *at, *more, "--json").fine().json
+        assert (again["documents"]["unchanged"], again["chunks"]["computed"]) == (3, 0)
+    assert levels_in(path)[chunks[0]] == [level]
+    assert damages(path) == []
+    reply = kvtool("query", QUESTION, "--store", path, *SHORT, "--json").fine().json
+    assert {chunk["status"] for chunk in reply["chunks"]} <= {"hit", "exact"}
+
+
+@pytest.mark.slow
+def test_what_is_lost_is_told(at: tuple[Any, ...], tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "in", 2, 3)
+    last = "level 3, no exact records; loss {}"
+    path = tmp_path / "store"
+    kvtool("ingest", write_corpus(tmp_path / "first", 1, 3), *at).fine()
+    run(path, "3")
+    unknown = kvtool("ingest", corpus, "--store", path, "--level", "3").fine()
+    assert "the loss of level 3 is not measured here" in unknown.err
+    assert unknown.out.splitlines()[-1] == last.format("not measured, 0.01 nats a token are allowed")
+    digest = state_of(path)["profile"]
+    for number, loss, warned in ((1, 0.002, 0), (2, 0.2, 1)):
+        with Store.open(path) as store, store.writer() as writer:
+            writer.set_codec_state({"profile": digest, "losses": {digest: {"3": {"kl_answer": loss}}}})
+        (corpus / "new.md").write_text(f"# Mill {number}\n\nIt grinds nothing.")
+        done = kvtool("ingest", corpus, "--store", path, "--level", "3").fine()
+        assert done.err.count("more than the 0.01 that questions allow") == warned
+        assert done.out.splitlines()[-1] == last.format(f"{loss:.4f} of at most 0.01 nats a token")
+    (corpus / "new.md").write_text("# The third mill\n\nIt grinds oats.")
+    exact = kvtool("ingest", corpus, "--store", path, "--json").fine()
+    assert (exact.json["loss"], exact.err) == (0.0, "")
+
+
+@pytest.mark.slow
+def test_what_it_stores_is_what_compress_makes(at: tuple[Any, ...], tmp_path: Path) -> None:
+    corpus, path = write_corpus(tmp_path / "in", 1, 3), tmp_path / "store"
+    kvtool("ingest", write_corpus(tmp_path / "first", 2, 3), *at).fine()
+    run(path, "2")
+    shutil.copytree(path, tmp_path / "raw")
+    kvtool("ingest", corpus, "--store", path, "--level", "2").fine()
+    kvtool("ingest", corpus, "--store", tmp_path / "raw").fine()
+    run(tmp_path / "raw", "2")
+    with Store.open(path) as one, Store.open(tmp_path / "raw") as two:
+        for chunk in map(bytes.fromhex, chunks_in(path)):
+            assert one.read_kv(chunk, "2", 1)[1] == two.read_kv(chunk, "2", 1)[1]
