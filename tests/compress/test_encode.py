@@ -261,27 +261,18 @@ def test_lossless_records_that_were_asked_for_stay(plain: Path) -> None:
         assert all(map(torch.equal, decoded(plain, chunk, "lossless").values, kv.values))
 
 
-def test_nothing_exact_is_left_to_make_another_level_of(plain: Path) -> None:
-    others = chunks_in(plain)[1:]
-    run(plain, "2", keep_raw=False, chunks=tuple(others))
-    report = run(plain, "1", "2")
-    assert (report.encoded, report.kept, report.skipped) == (1, 0, len(others))
-    assert f"{len(others)} chunks stay as they are" in " ".join(report.warnings)
-    assert [(level.level, level.chunks) for level in report.levels] == [("1", 1), ("2", 1)]
-    assert levels_in(plain)[others[0]] == ["2"]
-
-
-def test_chunks_without_any_record_are_told_apart_from_lossy_ones(plain: Path) -> None:
+def test_chunks_without_exact_records_are_skipped(plain: Path) -> None:
     """A chunk that `store prune` left without KV comes back by an ingest into the same store; a lossy one does not."""
-    bare, lossy, *_ = chunks_in(plain)
-    run(plain, "2", keep_raw=False, chunks=(lossy,))
+    bare, _, *lossy = chunks_in(plain)
+    run(plain, "2", keep_raw=False, chunks=tuple(lossy))
     drop(plain, "raw", bare)
-    report = run(plain, "1", chunks=(bare, lossy))
-    assert (report.encoded, report.kept, report.skipped) == (0, 0, 2)
-    assert [text for text in report.warnings if "no exact record" in text and text.startswith("1 chunk")]
+    report = run(plain, "1", "2")
+    assert (report.encoded, report.kept, report.skipped) == (1, 0, len(lossy) + 1)
+    assert [(level.level, level.chunks) for level in report.levels] == [("1", 1), ("2", 1)]
+    assert levels_in(plain)[lossy[0]] == ["2"]
+    assert f"{len(lossy)} chunks stay as they are: no exact record" in " ".join(report.warnings)
     assert [text for text in report.warnings if "no KV is stored" in text and text.startswith("1 chunk")]
-    alone = run(plain, "1", chunks=(bare,))
-    assert not any("no exact record" in text for text in alone.warnings)
+    assert not any("no exact record" in text for text in run(plain, "1", chunks=(bare,)).warnings)
 
 
 def not_decoding(works: Callable[..., Any]) -> Callable[..., Any]:

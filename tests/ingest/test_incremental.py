@@ -1,4 +1,5 @@
-"""Only what changed is computed, and nothing at all is loaded where nothing changed."""
+"""Only what changed is computed, nothing is loaded where nothing changed, and `--sync` removes documents whose files
+are gone, in any folder, and no others."""
 
 from __future__ import annotations
 
@@ -103,28 +104,6 @@ def test_a_renamed_file_needs_no_model(fresh: Any, tiny: Path, tmp_path: Path, m
     assert payloads(tmp_path / "fresh") == before
 
 
-def test_sync_forgets_what_is_gone(fresh: Any, tmp_path: Path) -> None:
-    one, two = write_corpus(tmp_path / "one", 3), tmp_path / "two"
-    two.mkdir()
-    (two / "other.txt").write_text("Bread is baked elsewhere.")
-    fresh(one, two).fine()
-    (one / "mill0.md").unlink()
-    (two / "other.txt").unlink()
-    assert fresh(one).fine().json["documents"]["removed"] == 0
-    assert len(listing(tmp_path / "fresh")) == 4
-    report = fresh(one, "--sync").fine().json  # only below the paths given
-    assert report["documents"]["removed"] == 1
-    assert report["chunks"]["removed"] > 0
-    assert {Path(document["source"]).name for document in listing(tmp_path / "fresh")} == {
-        "mill1.md",
-        "mill2.md",
-        "other.txt",
-    }
-    assert damages(tmp_path / "fresh") == []
-    excluded = fresh(one, "--sync", "--exclude", "mill1.md").fine().json  # left out is not gone
-    assert excluded["documents"]["removed"] == 0
-
-
 def test_dry_run_writes_nothing(store: Path, corpus: Path, tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "new.txt").write_text("A new mill on another river.")
     copy = Path(shutil.copytree(corpus, tmp_path / "corpus"))
@@ -160,6 +139,19 @@ def folder(fresh: Any, tmp_path: Path) -> Path:
 
 def names(tmp_path: Path) -> set[str]:
     return {Path(document["source"]).name for document in listing(tmp_path / "fresh")}
+
+
+def test_sync_removes_below_the_paths_given(fresh: Any, folder: Path, tmp_path: Path) -> None:
+    two = write_corpus(tmp_path / "two", 3, 1)
+    fresh(two).fine()
+    for gone in (folder / "mill0.md", two / "mill2.md"):
+        gone.unlink()
+    assert fresh(folder).fine().json["documents"]["removed"] == 0
+    report = fresh(folder, "--sync").fine().json
+    assert (report["documents"]["removed"], report["chunks"]["removed"] > 0) == (1, True)
+    assert names(tmp_path) == {"mill0.md", "mill1.md", "mill2.md"}
+    assert damages(tmp_path / "fresh") == []
+    assert fresh(two, "--sync", "--exclude", "mill1.md").fine().json["documents"]["removed"] == 1  # excluded: not gone
 
 
 def test_a_file_that_is_gone_is_forgotten_by_its_name(fresh: Any, folder: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`ingest --log`: one JSON event a line, however the run ends."""
+"""Progress of an ingest: the events of `--log`, phases, the forecast before the first chunk, and whom it waits for."""
 
 from __future__ import annotations
 

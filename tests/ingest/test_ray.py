@@ -1,4 +1,5 @@
-"""Ray's workers compute what one process computes, a killed one included; a run that ends early leaves whole files."""
+"""Ray's workers compute what one process computes, a killed one included; a run that ends early leaves whole files.
+Clusters that lack workers, Ray or kvtool are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chunks of a file whose ingest was interrupted stay until the file is done, changed or removed."""
+"""Files go through an ingest one after another; chunks of an interrupted one stay until it is done, changed or removed."""
 
 from __future__ import annotations
 

@@ -62,10 +62,7 @@ class Stream:
         files = self.store.files() if self.store else ()
         count = sum(len(entry.documents) for entry in files if is_below(entry.path, roots))
         if count and not sync:
-            raise UsageError(
-                f"{path} is not there any more; the store holds {count} document(s) of it",
-                _forgets(path),
-            )
+            raise UsageError(f"{path} is not there any more; the store holds {count} document(s) of it", _forgets(path))
         return count > 0 or (sync and any(other.exists() for other in self._options.paths))
 
     @cached_property

@@ -177,11 +177,7 @@ class Finder:
             self._read.cache_clear()
 
     def find(
-        self,
-        question: str,
-        options: RetrievalOptions,
-        prefer: Container[bytes] | None = None,
-        is_asked: bool = False,
+        self, question: str, options: RetrievalOptions, prefer: Container[bytes] | None = None, is_asked: bool = False
     ) -> Found:
         """Find chunks and cut them where they stop helping. Chunks to `prefer` come first among equal scores. If a
         person asks (`is_asked`), stop words and greetings alone find nothing. Raises KvtoolError."""
