@@ -1,4 +1,4 @@
-"""Files go through an ingest one after another; chunks of an interrupted one stay until it is done, changed or removed."""
+"""Files are ingested in turn; chunks of an interrupted file stay until it is done, changed or removed."""
 
 from __future__ import annotations
 
