@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtool.core.cache.entries import ChunkSpec, FileEntry
+from kvtool.core.cache.space import disk_free
 from kvtool.core.cache.store import Store
 from kvtool.core.common.json_text import parsed
 from kvtool.core.common.machine import cores, cpu_name
@@ -194,6 +195,11 @@ def kv_bytes_a_token(folder: Path, dtype: str) -> int:
         return int(2 * layers * (heads or of_queries) * width * (4 if dtype == "float32" else 2))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError):
         return 0
+
+
+def free_bytes(path: Path) -> int:
+    """Return the free bytes of the disk that a path, which may not exist yet, is on."""
+    return disk_free(next(place for place in (path.absolute(), *path.absolute().parents) if place.is_dir()))
 
 
 def seconds_a_token(store: Store | None, fingerprint: str, options: IngestOptions) -> float | None:

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvtool.core.cache import space
 from kvtool.core.cache.entries import ChunkSpec
 from kvtool.core.cache.identity import HERE
 from kvtool.core.cache.store import Store, making
@@ -19,7 +18,7 @@ from kvtool.core.codec.levels import check_level, level_of
 from kvtool.core.common.types import Events, Warn
 from kvtool.core.corpus.reading import Reading
 from kvtool.core.errors import DamagedError, ModelError, StoreNotFoundError, UsageError
-from kvtool.core.ingest.account import Account, kv_bytes_a_token, seconds_a_token
+from kvtool.core.ingest.account import Account, free_bytes, kv_bytes_a_token, seconds_a_token
 from kvtool.core.ingest.choices import Choices, lead_in_change
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.ingest.report import Forecast, IngestReport
@@ -255,9 +254,8 @@ class _Job:
         identity = self.choices.identity
         size = tokens * kv_bytes_a_token(self.choices.files.folder, identity.dtype)
         each = seconds_a_token(store, identity.fingerprint, self.options)
-        here = next(place for place in (self._path.absolute(), *self._path.absolute().parents) if place.is_dir())
         seconds = None if each is None else tokens * each
-        return Forecast(tokens, size, seconds, space.disk_free(here), self.options.level)
+        return Forecast(tokens, size, seconds, free_bytes(self._path), self.options.level)
 
     def _fits(self, file: PreparedFile, new: Sequence[ChunkSpec], check: Callable[[Sequence[ChunkSpec]], None]) -> bool:
         """If the model cannot hold a file's new chunks, only this file fails."""
