@@ -1,5 +1,5 @@
-"""Ranking: scores against the formula, ties, equal chunks, what a second hop follows, titles, orders and globs. The index
-follows its store: what changed is read, nothing else; damage and haste cost time, never a wrong answer."""
+"""Ranking: scores against the formula, ties, equal chunks, what a second hop follows, titles, orders and globs. The
+index follows its store: what changed is read, nothing else; damage and haste cost time, never a wrong answer."""
 
 from __future__ import annotations
 

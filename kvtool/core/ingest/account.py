@@ -71,7 +71,6 @@ class Account:
     def fail(self, failure: Failure) -> None:
         """Count a file that failed; one that failed the same way before is only noted. `--fail-fast` raises."""
         row = {"path": failure.path, "error": failure.error}
-        self.report.not_retried += not failure.read
         if failure.known:
             self.report.known_failures.append(row)
             self.events.skipped(failure.path, f"{failure.error}, as before")

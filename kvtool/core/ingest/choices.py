@@ -51,7 +51,9 @@ class Choices:
         if self.known is None:
             return self._new_identity(split)
         check_same_model(self.files, self.known)
-        self._check_format(self.known.dtype)
+        if self._options.store_dtype not in (None, kept := self.known.dtype):
+            what = f"the store keeps {kept}, not {self._options.store_dtype}"
+            raise UsageError(what, "leave --store-dtype out, or use another --store")
         asked = self._options.lead_in
         reads_file = asked is not None and is_lead_in_file(asked)  # whose text may have changed
         if self._lead_in() == (self.known.lead_in.mode, self.known.system) and not reads_file:
@@ -73,11 +75,6 @@ class Choices:
                 "ingest into another --store, or name the same with --lead-in, --chunk-tokens, --split and --system",
             )
         return wanted
-
-    def _check_format(self, kept: str) -> None:
-        asked = self._options.store_dtype or kept
-        if asked != kept:
-            raise UsageError(f"the store keeps {kept}, not {asked}", "leave --store-dtype out, or use another --store")
 
     def _lead_in(self) -> tuple[str, str]:
         known = self.known

@@ -93,7 +93,6 @@ class IngestReport:
     unsupported: dict[str, int] = field(default_factory=dict)  # by ending
     failures: list[dict[str, str]] = field(default_factory=list)
     known_failures: list[dict[str, str]] = field(default_factory=list)  # unchanged files; not among `failures`
-    not_retried: int = 0  # number of files in both lists that were not read again
     loss: float | None = None  # of the new chunks' level, in nats per token of the answer; None: not measured
     warnings: list[str] = field(default_factory=list)
     resolved: dict[str, Any] = field(default_factory=dict)

@@ -101,7 +101,7 @@ class Survey:
     def _read(self, file: FoundFile, known: FileEntry | None) -> Outcome:
         means = self._reading.means(file.path)
         if failure := self._seen.failure(file.name, means):
-            return self._unreadable(file, known, failure, read=False)
+            return self._unreadable(file, known, failure, is_known=True)
         before = os.stat(file.name)
         try:
             data = _data_of(file, before.st_size)
@@ -121,16 +121,16 @@ class Survey:
             raise
 
     def _unreadable(
-        self, file: FoundFile, known: FileEntry | None, error: UnreadableFile, read: bool = True
+        self, file: FoundFile, known: FileEntry | None, error: UnreadableFile, is_known: bool = False
     ) -> Failure | Skipped:
         """Classify a file without text: failed, or only skipped. A file that had a text fails: its old text stays."""
         reason, kind = error.message, _SKIPS.get(type(error))
         if known is not None and known.documents:
-            return Failure(file.name, f"{reason}; what was read from it before stays in the store", not read, read)
+            return Failure(file.name, f"{reason}; what was read from it before stays in the store", is_known)
         if kind is None and self._is_unsupported(file, error):
             kind = Skip.UNSUPPORTED
         if kind is None:
-            return Failure(file.name, reason, not read, read)
+            return Failure(file.name, reason, is_known)
         return Skipped(file.name, kind, f"{reason} ({error.hint})" if kind is Skip.UNINSTALLED else reason)
 
     def _is_unsupported(self, file: FoundFile, error: UnreadableFile) -> bool:
