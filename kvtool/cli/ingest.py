@@ -10,7 +10,7 @@ import typer
 
 from kvtool.cli.commands import new_app
 from kvtool.cli.options import Run, takes, tell_budget
-from kvtool.cli.out import error_json
+from kvtool.cli.out import error_json, plain
 from kvtool.cli.terminal import one_line
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.codec.levels import level_of, shown_loss
@@ -78,7 +78,7 @@ def _ingest(run: Run, options: IngestOptions) -> IngestReport:
         with run.out.job() as events:
             report = run_ingest(place, options, book.listening(events) if book else events)
         if book:
-            book.event("summary", **report.to_json(), exit_code=_code(report))
+            book.event("summary", **plain(report.to_json()), exit_code=_code(report))
         return report
     except BaseException as raised:
         if book:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -127,7 +126,7 @@ class EventLog:
         if self.error:
             return
         now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        line = json.dumps(_plain({"time": now, "pid": os.getpid(), "type": type} | facts)) + "\n"
+        line = json.dumps({"time": now, "pid": os.getpid(), "type": type} | facts) + "\n"
         try:
             os.write(self._file, line.encode("ascii"))
         except OSError as error:
@@ -154,11 +153,3 @@ class EventLog:
 
     def close(self) -> None:
         os.close(self._file)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
