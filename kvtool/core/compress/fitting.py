@@ -132,7 +132,13 @@ def fisher(
     prompts: Sequence[Probe],
     advance: Callable[[int], None] = lambda prompts: None,
 ) -> torch.Tensor:
-    """Measure the mean Fisher information of un-rotated keys and of values, float32 `[2, layers, C, C]`."""
+    """Measure the mean Fisher information of un-rotated keys and of values, float32 `[2, layers, C, C]`: the sum of
+    g gᵀ over tokens.
+
+    A few tokens have gradients a hundred times as large as all others, and are what a loss comes from: where they were
+    shortened to the 98th percentile of their context, SmolLM2 lost more at the same size; on Qwen2.5-0.5B no
+    difference was shown (samples/results/codec.md).
+    """
     size = decoder.channels
     total = torch.zeros((2 * decoder.stored_layers, size, size), dtype=torch.float32)
     draw = torch.Generator().manual_seed(0)
@@ -144,7 +150,8 @@ def fisher(
         some = prompts[first : first + _TOGETHER]
         asked = [_asked([*before, *(chunks[number] for number in prompt.chunks)], prompt) for prompt in some]
         for one, found in zip(asked, gradients(decoder, asked, draw), strict=True):
-            _add_information(total, found[:, :, lead:].cpu(), 1 / (one.scored + 1))
+            sides = found[:, :, lead:].cpu().flatten(0, 1)
+            total.baddbmm_(sides.transpose(1, 2), sides, alpha=1 / (one.scored + 1))
             tokens += one.cached - lead
             advance(1)
     return total.view(decoder.stored_layers, 2, size, size).transpose(0, 1) / max(1, tokens)
@@ -156,17 +163,6 @@ def _asked(cached: Sequence[ChunkKV], prompt: Probe) -> CachedPrompt:
         for kvs in zip(*(part.layers for part in cached), strict=True)
     ]
     return CachedPrompt(layers, (*prompt.question, *prompt.answer), len(prompt.answer))
-
-
-def _add_information(total: torch.Tensor, gradients: torch.Tensor, weight: float) -> None:
-    """Add g gᵀ over tokens: of `[layers, 2, tokens, C]`, to `[layers * 2, C, C]`.
-
-    A few tokens have gradients a hundred times as large as all others, and are what a loss comes from: where they were
-    shortened to the 98th percentile of their context, SmolLM2 lost more at the same size; on Qwen2.5-0.5B no
-    difference was shown (samples/results/codec.md).
-    """
-    sides = gradients.flatten(0, 1)
-    total.baddbmm_(sides.transpose(1, 2), sides, alpha=weight)
 
 
 @dataclass(frozen=True, slots=True)
