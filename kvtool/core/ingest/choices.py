@@ -120,14 +120,3 @@ class Choices:
                 "leave --lead-in out",
             )
         return kept
-
-
-def lead_in_change(known: StoreIdentity, identity: StoreIdentity, keeps_others: bool) -> tuple[str, str]:
-    """Return a warning and its hint. `keeps_others`: whether the store has documents that this run does not read."""
-    text = f"the lead-in changes from {known.lead_in.mode!r} to {identity.lead_in.mode!r}: chunks are made anew"
-    if not keeps_others:
-        return text, ""
-    return (
-        f"{text}; those of other documents keep theirs, and are found as before",
-        "ingest the other documents again to give them the new one, too",
-    )

@@ -19,7 +19,7 @@ from kvtool.core.common.types import Events, Warn
 from kvtool.core.corpus.reading import Reading
 from kvtool.core.errors import DamagedError, ModelError, StoreNotFoundError, UsageError
 from kvtool.core.ingest.account import Account, free_bytes, kv_bytes_a_token, seconds_a_token
-from kvtool.core.ingest.choices import Choices, lead_in_change
+from kvtool.core.ingest.choices import Choices
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.ingest.report import Forecast, IngestReport
 from kvtool.core.ingest.stream import NewChunks, Stream
@@ -205,10 +205,14 @@ class _Job:
 
     def _say_lead_in_change(self, store: Store) -> None:
         known, identity = self.choices.known, self.choices.identity
-        if known is not None and known.lead_in != identity.lead_in:
-            read = {file.name for file in self.stream.walked.files} | {entry.path for entry in self.stream.gone}
-            keeps_others = any(entry.path not in read for entry in store.files())
-            self.account.warn(*lead_in_change(known, identity, keeps_others))
+        if known is None or known.lead_in == identity.lead_in:
+            return
+        read = {file.name for file in self.stream.walked.files} | {entry.path for entry in self.stream.gone}
+        text, hint = f"from {known.lead_in.mode!r} to {identity.lead_in.mode!r}: chunks are made anew", ""
+        if any(entry.path not in read for entry in store.files()):
+            text += "; those of other documents keep theirs, and are found as before"
+            hint = "ingest the other documents again to give them the new one, too"
+        self.account.warn(f"the lead-in changes {text}", hint)
 
     # ---- the files ----
 
