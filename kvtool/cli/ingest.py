@@ -10,7 +10,7 @@ import typer
 
 from kvtool.cli.commands import new_app
 from kvtool.cli.options import Run, takes, tell_budget
-from kvtool.cli.out import error_json
+from kvtool.cli.out import error_json, plain
 from kvtool.cli.terminal import one_line
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.codec.levels import level_of, shown_loss
@@ -78,7 +78,7 @@ def _ingest(run: Run, options: IngestOptions) -> IngestReport:
         with run.out.job() as events:
             report = run_ingest(place, options, book.listening(events) if book else events)
         if book:
-            book.event("summary", **report.to_json(), exit_code=_code(report))
+            book.event("summary", **plain(report.to_json()), exit_code=_code(report))
         return report
     except BaseException as raised:
         if book:
@@ -127,10 +127,8 @@ def _show(run: Run, report: IngestReport) -> None:
 def known_failures(report: IngestReport) -> str:
     first, *others = report.known_failures
     more = f", and {len(others)} more: -v names them" if others else f": {first['error']}"
-    are, them = ("are", "them") if others else ("is", "it")
-    documents = counted(len(report.known_failures), "document")
-    ways = f"--retry tries {them}, --strict counts {them}"
-    return one_line(f"{documents} {are} still unreadable, as before ({first['path']}{more}); {ways}")
+    documents = counted(len(report.known_failures), "document is", "documents are")
+    return one_line(f"{documents} still unreadable, as before ({first['path']}{more})")
 
 
 def _counted(count: int, kind: str) -> str:

@@ -236,7 +236,7 @@ class Engine:
 
         `source` is `passes` where they were measured (`--fusion auto`), else `ingest`: the speed of the last ingest.
         """
-        from kvtool.core.ingest.account import forecast
+        from kvtool.core.ingest.account import seconds_a_token
         from kvtool.core.session.speeds import recalled
 
         decoder = self._loaded.decoder
@@ -245,7 +245,7 @@ class Engine:
         fingerprint, dtype = decoder.loaded.fingerprint, decoder.loaded.arithmetic.dtype
         with Store.open(self.place) as store:
             speeds = recalled(store, fingerprint, decoder.device, dtype, decoder.stored_layers)
-            row_s = forecast(1, 0, store, self.place, fingerprint, ingesting).seconds
+            row_s = seconds_a_token(store, fingerprint, ingesting)
         if speeds is not None:
             return {"source": "passes"} | {name: each * 1e3 for name, each in asdict(speeds.passes).items()}
         return None if row_s is None else {"source": "ingest", "fixed": 0.0, "row": row_s * 1e3, "key": 0.0}

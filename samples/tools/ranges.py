@@ -31,7 +31,6 @@ QUICK = (
     *("tests/corpus", "tests/cli/test_documents.py", "tests/chaos/test_processes.py"),
     *("tests/retrieval/test_vectors.py", "tests/remote/test_transfer.py", "tests/serve", "tests/agent"),
     *("tests/remote/test_blobs.py", "tests/remote/test_objects.py", "tests/ingest/test_ray.py"),
-    "tests/ingest/test_ray_cluster.py",
 )
 # What each library is for, once.
 BRIEF = (
@@ -42,7 +41,7 @@ BRIEF = (
     *("tests/cli/test_startup.py", "tests/cli/test_help.py", "tests/cli/test_out.py", "tests/cli/test_chat.py"),
     *("tests/cli/test_completion.py", "tests/corpus", "tests/cli/test_documents.py", "tests/chaos/test_processes.py"),
     *("tests/retrieval/test_vectors.py", "tests/remote/test_blobs.py", "tests/serve/test_openai.py"),
-    *("tests/serve/test_process.py", "tests/agent", "tests/ingest/test_ray_cluster.py"),
+    *("tests/serve/test_process.py", "tests/agent", "tests/ingest/test_ray.py::test_unreachable_clusters"),
     "tests/remote/test_objects.py::test_credentials_of_a_profile",
     "tests/ingest/test_ray.py::test_workers_make_what_one_process_makes",
 )

@@ -17,7 +17,7 @@ from kvtool.core.codec.decode import TransformCodec
 from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.lossless import Lossless
 from kvtool.core.compress import level_writer
-from kvtool.core.compress.level_writer import _within
+from kvtool.core.compress.level_writer import _is_sound
 from kvtool.core.errors import DamagedError
 from kvtool.core.records.encode import encoder_threads
 from tests.cli.working import QUESTION, SHORT, files_below, kvtool
@@ -261,27 +261,18 @@ def test_lossless_records_that_were_asked_for_stay(plain: Path) -> None:
         assert all(map(torch.equal, decoded(plain, chunk, "lossless").values, kv.values))
 
 
-def test_nothing_exact_is_left_to_make_another_level_of(plain: Path) -> None:
-    others = chunks_in(plain)[1:]
-    run(plain, "2", keep_raw=False, chunks=tuple(others))
-    report = run(plain, "1", "2")
-    assert (report.encoded, report.kept, report.skipped) == (1, 0, len(others))
-    assert f"{len(others)} chunks stay as they are" in " ".join(report.warnings)
-    assert [(level.level, level.chunks) for level in report.levels] == [("1", 1), ("2", 1)]
-    assert levels_in(plain)[others[0]] == ["2"]
-
-
-def test_chunks_without_any_record_are_told_apart_from_lossy_ones(plain: Path) -> None:
+def test_chunks_without_exact_records_are_skipped(plain: Path) -> None:
     """A chunk that `store prune` left without KV comes back by an ingest into the same store; a lossy one does not."""
-    bare, lossy, *_ = chunks_in(plain)
-    run(plain, "2", keep_raw=False, chunks=(lossy,))
+    bare, _, *lossy = chunks_in(plain)
+    run(plain, "2", keep_raw=False, chunks=tuple(lossy))
     drop(plain, "raw", bare)
-    report = run(plain, "1", chunks=(bare, lossy))
-    assert (report.encoded, report.kept, report.skipped) == (0, 0, 2)
-    assert [text for text in report.warnings if "no exact record" in text and text.startswith("1 chunk")]
+    report = run(plain, "1", "2")
+    assert (report.encoded, report.kept, report.skipped) == (1, 0, len(lossy) + 1)
+    assert [(level.level, level.chunks) for level in report.levels] == [("1", 1), ("2", 1)]
+    assert levels_in(plain)[lossy[0]] == ["2"]
+    assert f"{len(lossy)} chunks stay as they are: no exact record" in " ".join(report.warnings)
     assert [text for text in report.warnings if "no KV is stored" in text and text.startswith("1 chunk")]
-    alone = run(plain, "1", chunks=(bare,))
-    assert not any("no exact record" in text for text in alone.warnings)
+    assert not any("no exact record" in text for text in run(plain, "1", chunks=(bare,)).warnings)
 
 
 def not_decoding(works: Callable[..., Any]) -> Callable[..., Any]:
@@ -361,15 +352,13 @@ def test_exact_records_go_only_when_the_others_are_durable(plain: Path, monkeypa
     assert all("1" in levels for _, found in seen for levels in found)
 
 
-def test_only_what_is_within_its_stated_error_and_of_the_same_shape() -> None:
+def test_stated_error_and_shape() -> None:
     one, other = torch.ones(2, 5, 8), torch.full((2, 9, 8), 2.0)
-    exact = [(one, one), (other, other)]
-    made = [(one * 1.01, one), (other, other * 1.1)]
-    assert _within(made, exact, [(0.0101, 0.0), (0.0, 0.11)]) == [True, True]
-    assert _within(made, exact, [(0.0, 0.0), (0.0, 0.11)]) == [False, True]
-    assert _within(made, exact, [(0.0101, 0.0), (0.0, 0.09)]) == [True, False]
+    assert _is_sound((one * 1.01, one), (one, one), (0.0101, 0.0))
+    assert not _is_sound((one * 1.01, one), (one, one), (0.0, 0.0))
+    assert not _is_sound((other, other * 1.1), (other, other), (0.0, 0.09))
     for wrong in (one[:, :4], one[:, :, :4], one.double()):
-        assert _within([(wrong, one), made[1]], exact, [(9.0, 9.0)] * 2) == [False, True]
+        assert not _is_sound((wrong, one), (one, one), (9.0, 9.0))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="torch brings another OpenMP there")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -68,14 +67,6 @@ def test_every_level_loses_what_it_states(stored: Path) -> None:
         assert_within(stored, chunk, level)
     same = zip(exact.layers, decoded(stored, chunk, "lossless").layers, strict=True)
     assert all(torch.equal(a, b) for one, other in same for a, b in zip(one, other, strict=True))
-
-
-@pytest.mark.slow
-def test_a_question_over_a_level(stored: Path, tmp_path: Path) -> None:
-    path = Path(shutil.copytree(stored, tmp_path / "store"))
-    for mode in ("reuse", "union"):
-        answer = kvtool("query", QUESTION, "--store", path, "--fusion", mode, "--level", "2", *SHORT, "--json").fine()
-        assert answer.json["tokens"]["reused"] > 0
 
 
 def test_it_is_given_and_taken(stored: Path, tmp_path: Path) -> None:

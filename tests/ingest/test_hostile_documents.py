@@ -220,7 +220,7 @@ def test_exceptions(
     assert [Path(failure["path"]).name for failure in done.json["failures"]] == ["two.txt"]
     assert "two.txt" in done.err
     assert len(listing(tmp_path / "fresh")) == 2
-    fresh(folder, "--fail-fast", "--retry", store=tmp_path / "fast").failed(1, "two.txt")
+    fresh(folder, "--fail-fast", store=tmp_path / "fast").failed(1, "two.txt")
 
 
 def test_a_file_too_large_to_read(folder: Path, fresh: Any) -> None:

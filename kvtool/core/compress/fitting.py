@@ -12,8 +12,8 @@ own rows. So weights are read once for all of them, and products have rows enoug
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -96,18 +96,10 @@ def profile_of(path: Path, fingerprint: str) -> Profile:
 def keep_profile(store: Store, writer: Writer, profile: Profile) -> None:
     """Make a profile the store's current one; what was measured with another one stays known."""
     state, digest = store.codec_state(), profile.digest.hex()
-    if state.get("profile") != digest:
-        state = state | {"profile": digest}
-    elif _has(store, profile):
-        return
-    writer.put_profile(profile.digest, profile.data, state)
-
-
-def _has(store: Store, profile: Profile) -> bool:
-    try:
-        return store.profile(profile.digest) is not None
-    except DamagedError:
-        return False
+    with suppress(DamagedError):
+        if state.get("profile") == digest and store.profile(profile.digest) is not None:
+            return
+    writer.put_profile(profile.digest, profile.data, state | {"profile": digest})
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,21 +132,28 @@ def fisher(
     prompts: Sequence[Probe],
     advance: Callable[[int], None] = lambda prompts: None,
 ) -> torch.Tensor:
-    """Measure the mean Fisher information of un-rotated keys and of values, float32 `[2, layers, C, C]`."""
+    """Measure the mean Fisher information of un-rotated keys and of values, float32 `[2, layers, C, C]`: the sum of
+    g gᵀ over tokens.
+
+    A few tokens have gradients a hundred times as large as all others, and are what a loss comes from: where they were
+    shortened to the 98th percentile of their context, SmolLM2 lost more at the same size; on Qwen2.5-0.5B no
+    difference was shown (samples/results/codec.md).
+    """
     size = decoder.channels
     total = torch.zeros((2 * decoder.stored_layers, size, size), dtype=torch.float32)
     draw = torch.Generator().manual_seed(0)
     before = [] if prefix is None else [prefix]
     lead = sum(part.tokens for part in before)
     tokens = 0
-    with without_weight_gradients(decoder):
-        for first in range(0, len(prompts), _TOGETHER):
-            some = prompts[first : first + _TOGETHER]
-            asked = [_asked([*before, *(chunks[number] for number in prompt.chunks)], prompt) for prompt in some]
-            for one, found in zip(asked, gradients(decoder, asked, draw), strict=True):
-                _add_information(total, found[:, :, lead:].cpu(), 1 / (one.scored + 1))
-                tokens += one.cached - lead
-                advance(1)
+    decoder.model.requires_grad_(False)  # gradients reach keys and values only
+    for first in range(0, len(prompts), _TOGETHER):
+        some = prompts[first : first + _TOGETHER]
+        asked = [_asked([*before, *(chunks[number] for number in prompt.chunks)], prompt) for prompt in some]
+        for one, found in zip(asked, gradients(decoder, asked, draw), strict=True):
+            sides = found[:, :, lead:].cpu().flatten(0, 1)
+            total.baddbmm_(sides.transpose(1, 2), sides, alpha=1 / (one.scored + 1))
+            tokens += one.cached - lead
+            advance(1)
     return total.view(decoder.stored_layers, 2, size, size).transpose(0, 1) / max(1, tokens)
 
 
@@ -164,17 +163,6 @@ def _asked(cached: Sequence[ChunkKV], prompt: Probe) -> CachedPrompt:
         for kvs in zip(*(part.layers for part in cached), strict=True)
     ]
     return CachedPrompt(layers, (*prompt.question, *prompt.answer), len(prompt.answer))
-
-
-def _add_information(total: torch.Tensor, gradients: torch.Tensor, weight: float) -> None:
-    """Add g gᵀ over tokens: of `[layers, 2, tokens, C]`, to `[layers * 2, C, C]`.
-
-    A few tokens have gradients a hundred times as large as all others, and are what a loss comes from: where they were
-    shortened to the 98th percentile of their context, SmolLM2 lost more at the same size; on Qwen2.5-0.5B no
-    difference was shown (samples/results/codec.md).
-    """
-    sides = gradients.flatten(0, 1)
-    total.baddbmm_(sides.transpose(1, 2), sides, alpha=weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,18 +192,6 @@ def gradients(decoder: Decoder, prompts: Sequence[CachedPrompt], draw: torch.Gen
     layers = decoder.stored_layers
     parts = [found[first : first + 2 * layers] for first in range(0, len(found), 2 * layers)]
     return [_unrotated(decoder, part, table) for part, table in zip(parts, tables, strict=True)]
-
-
-@contextmanager
-def without_weight_gradients(decoder: Decoder) -> Iterator[None]:
-    """Let gradients reach keys and values only; afterwards weights ask for theirs as before."""
-    wanted = [(weight, weight.requires_grad) for weight in decoder.model.parameters()]
-    decoder.model.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for weight, before in wanted:
-            weight.requires_grad_(before)
 
 
 def _leaves(decoder: Decoder, prompt: CachedPrompt, table: RopeTables) -> list[tuple[torch.Tensor, torch.Tensor]]:

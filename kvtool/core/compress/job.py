@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -137,11 +137,9 @@ class _Job:
             return known
         return list(dict.fromkeys(chunk_named(text, known) for text in self.options.chunks))
 
-    def _exact(self, chunks: Sequence[bytes]) -> Iterator[tuple[bytes, str]]:
-        for chunk in chunks:
-            level = exact_level(self.store, chunk)
-            if level is not None:
-                yield chunk, level
+    def _exact(self, chunks: Sequence[bytes]) -> list[tuple[bytes, str]]:
+        levels = ((chunk, exact_level(self.store, chunk)) for chunk in chunks)
+        return [(chunk, level) for chunk, level in levels if level is not None]
 
     def _own(self, chunks: Sequence[bytes]) -> list[bytes]:
         """Foreign chunks count only where there are no others: they have no say in how own KV is compressed."""
@@ -170,7 +168,7 @@ class _Job:
         return profile
 
     def _fitted(self, chunks: Sequence[bytes]) -> Profile:
-        exact = list(self._exact(self._own(chunks)))
+        exact = self._exact(self._own(chunks))
         if not exact:
             if next(self.store.files(), None) is None:
                 raise NoDocumentsError
@@ -200,7 +198,7 @@ class _Job:
         own = self._own(chunks)
         sample = random.Random(_SEED + 1).sample(own, min(FIT_CHUNKS, len(own)))
         self._load()
-        prompts = own_prompts(self.session, list(self._exact(sample)), self.options.questions)
+        prompts = own_prompts(self.session, self._exact(sample), self.options.questions)
         if not prompts:
             self._warn("no exact record is left to measure the loss on", "ingest the documents again")
             return {}

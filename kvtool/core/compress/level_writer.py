@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,7 @@ from kvtool.core.cache.record import OVERHEAD_BYTES
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec import CODECS
-from kvtool.core.codec.base import Encoded, LayerKV, Profiles, no_profiles
+from kvtool.core.codec.base import Encoded, LayerKV, no_profiles
 from kvtool.core.codec.encode import encode_levels, encode_rows, some_rows
 from kvtool.core.codec.levels import coarser, exact, known, level_of, nested, profiled, whole
 from kvtool.core.codec.profile import Profile
@@ -69,7 +69,7 @@ class LevelWriter:
         heavy: HeavyRows,
     ) -> None:
         self._store, self._writer, self._profile, self._heavy = store, writer, profile, heavy
-        self._profiles_cache = ProfileCache(store)
+        self._profiles = ProfileCache(store)
         self._options, self._report, self._events = options, report, events
         self._unread: list[bytes] = []  # chunks that have the levels now, and were not read back
         self._bare = 0  # chunks passed over that have no record at all: here an ingest computes them again
@@ -79,13 +79,12 @@ class LevelWriter:
         self._report.levels = [LevelReport(level) for level in order]
         self._events.step("compress", len(chunks), "chunks")
         with encoder_threads() as pool:
-            back = ReadBack(self._store, self._profiles_cache, self._report, pool)
             for first in range(0, len(chunks), _AT_ONCE):
                 plans = self._plans(chunks[first : first + _AT_ONCE], order)
                 for plan, made in zip(plans, pool.map(self._made, plans), strict=True):
                     self._put(plan, made)
-                self._settle(back)
-            self._settle(back, last=True)
+                self._settle(pool)
+            self._settle(pool, last=True)
         if lossy := self._report.skipped - self._bare:
             stay = counted(lossy, "chunk stays as it is", "chunks stay as they are")
             text = f"{stay}: no exact record is left to encode"
@@ -106,17 +105,15 @@ class LevelWriter:
             self._writer.put_chunk(plan.chunk, plan.info, level, made.records[level])
         self._unread.append(plan.chunk)
 
-    def _settle(self, back: ReadBack, last: bool = False) -> None:
+    def _settle(self, pool: ThreadPoolExecutor, last: bool = False) -> None:
         if len(self._unread) < (1 if last else _AT_ONCE):
             return
         some, self._unread = self._unread, []
-        levels = [level.level for level in self._report.levels]
         self._writer.flush()
-        sound = back.sound(some, levels)
+        sound = self._read_back(pool, some)
         if self._options.drops_exact:
-            for level in exact():
-                if level not in levels:
-                    self._report.dropped += self._writer.drop_level(sound, level)
+            for level in sorted({*exact()} - {report.level for report in self._report.levels}):
+                self._report.dropped += self._writer.drop_level(sound, level)
         self._events.advance(len(some))
 
     # ---- what to make ----
@@ -162,68 +159,39 @@ class LevelWriter:
         return self._profile is not None and coded.profile == self._profile.digest
 
     def _made(self, plan: Plan) -> Made:
-        """Called by any thread."""
-        below = {coarser(level) for level in nested(plan.levels)} - {*plan.levels} if self._profile is not None else ()
-        rows = {level: self._heavy.of(plan.chunk, plan.info.token_ids, level) for level in plan.sparse}
+        """Encode a chunk's exact records at each of its levels; called by any thread. Raises DamagedError."""
+        profile, exact = self._profile, self._records(plan, plan.source)
+        below = {coarser(level) for level in nested(plan.levels)} - {*plan.levels} if profile is not None else ()
         stored = {base: self._records(plan, base) for base in plan.kept if base in below}
-        return make(plan, self._records(plan, plan.source), stored, rows, self._profile)
+        rows = {level: self._heavy.of(plan.chunk, plan.info.token_ids, level) for level in plan.sparse}
+        started = time.thread_time()
+        kvs = CODECS[plan.source].decode_layers(exact)
+        own = {level: items for level, items in stored.items() if _is_of(kvs, level, items, profile)}
+        bases = {level: [item.payload for item in items] for level, items in own.items()}
+        made = encode_levels(kvs, whole(plan.levels), profile, bases)
+        made |= {level: encode_rows(kvs, kept, level, profile) for level, kept in rows.items()}
+        records = {
+            level: [sealed(plan.chunk, kv, level, layer, made[level][layer]) for layer, kv in enumerate(kvs)]
+            for level in plan.levels
+        }
+        size = sum(side.nbytes for kv in kvs for side in kv)
+        return Made(records, size, time.thread_time() - started)
 
     def _records(self, plan: Plan, level: str) -> list[Encoded]:
         return [read_records(self._store, [plan.chunk], level, layer)[0] for layer in range(plan.info.layers)]
 
+    # ---- what was made ----
 
-def make(
-    plan: Plan,
-    exact: Sequence[Encoded],
-    stored: Mapping[str, Sequence[Encoded]],
-    rows: Mapping[str, Ids],
-    profile: Profile | None,
-) -> Made:
-    """Encode a chunk's `exact` records (one a layer) at each of a plan's levels. Raises DamagedError."""
-    started = time.thread_time()
-    kvs = CODECS[plan.source].decode_layers(exact)
-    bases = {
-        level: [item.payload for item in items] for level, items in stored.items() if _is_of(kvs, level, items, profile)
-    }
-    made = encode_levels(kvs, whole(plan.levels), profile, bases)
-    for level, kept in rows.items():
-        made[level] = encode_rows(kvs, kept, level, profile)
-    records = {
-        level: [sealed(plan.chunk, kv, level, layer, made[level][layer]) for layer, kv in enumerate(kvs)]
-        for level in plan.levels
-    }
-    size = sum(side.nbytes for kv in kvs for side in kv)
-    return Made(records, size, time.thread_time() - started)
-
-
-def _is_of(kvs: Sequence[LayerKV], level: str, stored: Sequence[Encoded], profile: Profile | None) -> bool:
-    """A pulled level may round differently: then only its maker could refine it."""
-
-    def profiles(digest: bytes) -> Profile:
-        return profile if profile is not None and digest == profile.digest else no_profiles(digest)
-
-    for layer, (item, payload) in enumerate(zip(stored, CODECS[level].encode_layers(kvs, profile), strict=True)):
-        made = Encoded(b"".join(payload), item.shape, item.dtype)
-        sides = [CODECS[level].decode([record], layer, profiles)[0] for record in (item, made)]
-        if not all(torch.equal(*pair) for pair in zip(*sides, strict=True)):
-            return False
-    return True
-
-
-class ReadBack:
-    def __init__(self, store: Store, profiles: Profiles, report: CompressReport, pool: ThreadPoolExecutor) -> None:
-        self._store, self._profiles, self._report, self._pool = store, profiles, report, pool
-
-    def sound(self, chunks: Sequence[bytes], levels: Sequence[str]) -> list[bytes]:
-        """Decode chunks at some levels and count them; returns those that have a description. Raises DamagedError."""
+    def _read_back(self, pool: ThreadPoolExecutor, chunks: Sequence[bytes]) -> list[bytes]:
+        """Decode chunks at all levels and count them; returns those that have a description. Raises DamagedError."""
         infos = {chunk: self._store.chunk_info(chunk) for chunk in chunks}
         there = [chunk for chunk, info in infos.items() if info is not None]
         layers = max((info.layers for info in infos.values() if info is not None), default=0)
         sources = {chunk: exact_level(self._store, chunk) for chunk in there}
-        for report in (report for report in self._report.levels if report.level in levels):
+        for report in self._report.levels:
             report.chunks += len(there)
             check = partial(self._layer, report.level, sources)
-            for count, decoded_bytes, seconds in self._pool.map(check, range(layers)):
+            for count, decoded_bytes, seconds in pool.map(check, range(layers)):
                 report.bytes += count.bytes
                 report.elements += count.elements
                 report.error += count.error
@@ -261,33 +229,35 @@ class ReadBack:
         for source in {source for source in sources.values() if source is not None}:
             numbers = [number for number, chunk in enumerate(chunks) if sources[chunk] == source]
             items = read_records(self._store, [chunks[number] for number in numbers], source, layer)
-            right = CODECS[source].decode(items, layer)
-            right = [_stored(kv, rows[number]) for number, kv in zip(numbers, right, strict=True)]
-            sound = _within([made[at] for at in numbers], right, [stated[at] for at in numbers])
-            for number, within in zip(numbers, sound, strict=True):
-                if not within:
+            for number, kv in zip(numbers, CODECS[source].decode(items, layer), strict=True):
+                stored = rows[number]
+                right = kv if stored is None else some_rows([kv], stored)[0]
+                if not _is_sound(made[number], right, stated[number]):
                     raise DamagedError(
                         f"chunk {chunks[number].hex()[:12]} did not come back from level {level} as it was encoded",
                         "nothing was dropped; please report this",
                     )
 
 
-def _stored(kv: LayerKV, rows: Ids | None) -> LayerKV:
-    return kv if rows is None else some_rows([kv], rows)[0]
+def _is_of(kvs: Sequence[LayerKV], level: str, stored: Sequence[Encoded], profile: Profile | None) -> bool:
+    """A pulled level may round differently: then only its maker could refine it."""
+
+    def profiles(digest: bytes) -> Profile:
+        return profile if profile is not None and digest == profile.digest else no_profiles(digest)
+
+    for layer, (item, payload) in enumerate(zip(stored, CODECS[level].encode_layers(kvs, profile), strict=True)):
+        made = Encoded(b"".join(payload), item.shape, item.dtype)
+        sides = [CODECS[level].decode([record], layer, profiles)[0] for record in (item, made)]
+        if not all(torch.equal(*pair) for pair in zip(*sides, strict=True)):
+            return False
+    return True
 
 
-def _alike(made: LayerKV, exact: LayerKV) -> bool:
-    return all((one.shape, one.dtype) == (other.shape, other.dtype) for one, other in zip(made, exact, strict=True))
-
-
-def _within(made: Sequence[LayerKV], exact: Sequence[LayerKV], stated: Sequence[tuple[float, float]]) -> list[bool]:
-    """Return True for each chunk that is equal to its input, or as near as its records state."""
-    left, right = ([side for kv in kvs for side in kv] for kvs in (made, exact))
-    if [(side.shape, side.dtype) for side in left] != [(side.shape, side.dtype) for side in right]:
-        return [_alike(*pair) for pair in zip(made, exact, strict=True)]
-    bounds = [bound for pair in stated for bound in pair]
-    sound = [
-        torch.equal(one, other) if bound == 0.0 else error <= bound * _SLACK
-        for one, other, bound, error in zip(left, right, bounds, errors_of(left, right), strict=True)
-    ]
-    return [all(pair) for pair in zip(sound[::2], sound[1::2], strict=True)]
+def _is_sound(made: LayerKV, exact: LayerKV, stated: tuple[float, float]) -> bool:
+    """Return True if a chunk is equal to its input, or as near as its record states."""
+    if [(side.shape, side.dtype) for side in made] != [(side.shape, side.dtype) for side in exact]:
+        return False
+    sides = zip(made, exact, stated, errors_of(made, exact), strict=True)
+    return all(
+        torch.equal(one, other) if bound == 0.0 else error <= bound * _SLACK for one, other, bound, error in sides
+    )

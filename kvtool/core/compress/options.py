@@ -54,10 +54,7 @@ class CompressOptions(ModelOptions, LockOptions, settings=False):
     yes: bool = option(False, "Remove exact KV even if the loss exceeds --max-loss.", group=LEVEL)
     fit: bool = option(False, "Fit the codec to this store again, as the first run always does.", group=PROFILE)
     fit_prompts: int = option(
-        FIT_PROMPTS,
-        "Number of prompts to fit on; fewer are faster and lose more.",
-        group=PROFILE,
-        lowest=1,
+        FIT_PROMPTS, "Number of prompts to fit on; fewer are faster and lose more.", group=PROFILE, lowest=1
     )
     profile: Path | None = option(
         None, "Use the statistics that were fitted to another store.", group=PROFILE, metavar="STORE", unit="path"

@@ -39,12 +39,11 @@ class FoundFile:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A file that could not be read. `known`: in an earlier run, and it is unchanged; `read`: tried in this run."""
+    """A file that could not be read. `known`: in an earlier run, and it is unchanged."""
 
     path: str
     error: str
     known: bool = False
-    read: bool = True
 
 
 class Skip(StrEnum):

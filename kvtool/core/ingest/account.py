@@ -11,8 +11,8 @@ from mimetypes import guess_type
 from pathlib import Path
 from typing import Any
 
-from kvtool.core.cache import space
 from kvtool.core.cache.entries import ChunkSpec, FileEntry
+from kvtool.core.cache.space import disk_free
 from kvtool.core.cache.store import Store
 from kvtool.core.common.json_text import parsed
 from kvtool.core.common.machine import cores, cpu_name
@@ -22,7 +22,7 @@ from kvtool.core.corpus.readers.document import EXTRA
 from kvtool.core.corpus.walk import Failure, FoundFile, Skip, Skipped, places
 from kvtool.core.errors import KvtoolError
 from kvtool.core.ingest.options import IngestOptions
-from kvtool.core.ingest.report import PHASES, Forecast, IngestReport
+from kvtool.core.ingest.report import PHASES, IngestReport
 from kvtool.core.ingest.survey import PreparedFile
 from kvtool.core.session.identity import StoreIdentity
 
@@ -31,7 +31,7 @@ class Account:
     def __init__(self, options: IngestOptions, events: Events) -> None:
         self.report = IngestReport(dry_run=options.dry_run)
         self.events = events
-        self._fail_fast, self._strict = not options.continue_on_error, options.strict
+        self._fail_fast = not options.continue_on_error
         self.wanted = 0  # tokens that have to be computed, of the files that are read
         self._estimate = Estimate(())
         self._computes = False  # whether progress is counted in tokens
@@ -71,8 +71,7 @@ class Account:
     def fail(self, failure: Failure) -> None:
         """Count a file that failed; one that failed the same way before is only noted. `--fail-fast` raises."""
         row = {"path": failure.path, "error": failure.error}
-        self.report.not_retried += not failure.read
-        if failure.known and not self._strict:
+        if failure.known:
             self.report.known_failures.append(row)
             self.events.skipped(failure.path, f"{failure.error}, as before")
             return
@@ -128,23 +127,15 @@ class Account:
             store.write_side(_SPEED, _marks(fingerprint, self._options) | speed)
 
     def resolve(self, identity: StoreIdentity, model: str, device: str, dtype: str) -> None:
-        self.report.resolved = {
-            "model": model,
-            "device": device,
-            "dtype": dtype,
-            "store_dtype": identity.dtype,
-            "fingerprint": identity.fingerprint,
-            "lead_in": identity.lead_in.mode,
-        }
+        kept = {"store_dtype": identity.dtype, "fingerprint": identity.fingerprint, "lead_in": identity.lead_in.mode}
+        self.report.resolved = {"model": model, "device": device, "dtype": dtype, **kept}
 
     def unchanged(self, entry: FileEntry) -> None:
         self.report.documents.unchanged += len(entry.documents)
 
     def count_file(self, file: PreparedFile) -> None:
-        if file.is_new:
-            self.report.documents.added += len(file.documents)
-        else:
-            self.report.documents.changed += len(file.documents)
+        self.report.documents.added += len(file.documents) if file.is_new else 0
+        self.report.documents.changed += 0 if file.is_new else len(file.documents)
         self.events.took(file.entry.path, "added" if file.is_new else "changed", len(file.chunks))
 
     def removed(self, entry: FileEntry) -> None:
@@ -205,21 +196,18 @@ def kv_bytes_a_token(folder: Path, dtype: str) -> int:
         return 0
 
 
-def forecast(
-    tokens: int, per_token: int, store: Store | None, path: Path, fingerprint: str, options: IngestOptions
-) -> Forecast:
+def free_bytes(path: Path) -> int:
+    """Return the free bytes of the disk that a path, which may not exist yet, is on."""
+    return disk_free(next(place for place in (path.absolute(), *path.absolute().parents) if place.is_dir()))
+
+
+def seconds_a_token(store: Store | None, fingerprint: str, options: IngestOptions) -> float | None:
+    """Read the speed of the last ingest on this machine; None: unknown."""
     speed = store.read_side(_SPEED, **_marks(fingerprint, options)).get("tokens_per_second") if store else None
-    seconds = tokens / speed if isinstance(speed, float) and speed > 0 else None
-    here = next(place for place in (path.absolute(), *path.absolute().parents) if place.is_dir())
-    return Forecast(tokens, tokens * per_token, seconds, space.disk_free(here), options.level)
+    return 1 / speed if isinstance(speed, float) and speed > 0 else None
 
 
 def _marks(fingerprint: str, options: IngestOptions) -> dict[str, Any]:
     machine = [platform.node(), cpu_name(), cores()]
-    return {
-        "format": _FORMAT,
-        "fingerprint": fingerprint,
-        "machine": machine,
-        "device": options.device,
-        "dtype": options.dtype,
-    }
+    marks = {"format": _FORMAT, "fingerprint": fingerprint, "machine": machine}
+    return marks | {"device": options.device, "dtype": options.dtype}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +12,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.checkpoint.files import ModelFiles, Once, unnoticed
 from kvtool.core.checkpoint.hub import model_fingerprint
 from kvtool.core.corpus.split import SplitSettings
-from kvtool.core.errors import DamagedError, UsageError
+from kvtool.core.errors import UsageError
 from kvtool.core.ingest.options import IngestOptions, is_lead_in_file
 from kvtool.core.model.options import DEFAULT_MODEL, DEFAULT_SYSTEM
 from kvtool.core.session.identity import LeadInIds, StoreIdentity, check_same_model, resolve_named
@@ -52,7 +51,9 @@ class Choices:
         if self.known is None:
             return self._new_identity(split)
         check_same_model(self.files, self.known)
-        self._check_format(self.known.dtype)
+        if self._options.store_dtype not in (None, kept := self.known.dtype):
+            what = f"the store keeps {kept}, not {self._options.store_dtype}"
+            raise UsageError(what, "leave --store-dtype out, or use another --store")
         asked = self._options.lead_in
         reads_file = asked is not None and is_lead_in_file(asked)  # whose text may have changed
         if self._lead_in() == (self.known.lead_in.mode, self.known.system) and not reads_file:
@@ -74,11 +75,6 @@ class Choices:
                 "ingest into another --store, or name the same with --lead-in, --chunk-tokens, --split and --system",
             )
         return wanted
-
-    def _check_format(self, kept: str) -> None:
-        asked = self._options.store_dtype or kept
-        if asked != kept:
-            raise UsageError(f"the store keeps {kept}, not {asked}", "leave --store-dtype out, or use another --store")
 
     def _lead_in(self) -> tuple[str, str]:
         known = self.known
@@ -124,28 +120,3 @@ class Choices:
                 "leave --lead-in out",
             )
         return kept
-
-
-def lead_in_change(
-    store: Store, known: StoreIdentity, identity: StoreIdentity, read: set[str], gone: set[str]
-) -> tuple[str, str]:
-    """Return a warning and its hint: only the files `read` now get the new lead-in; `gone` files are removed."""
-    kept, anew = _counted(store, read, gone)
-    text = f"the lead-in changes from {known.lead_in.mode!r} to {identity.lead_in.mode!r}: {anew} chunks are made anew"
-    if not kept:
-        return text, ""
-    return (
-        f"{text}; {kept} chunks of other documents keep theirs, and are found as before",
-        "ingest the other documents again to give them the new one, too",
-    )
-
-
-def _counted(store: Store, read: set[str], gone: set[str]) -> tuple[int, int]:
-    """Count the stored chunks that only files have which are neither read nor removed now, and those of read files."""
-    chunks: dict[bool, set[bytes]] = {False: set(), True: set()}
-    for entry in store.files():
-        for source in entry.documents if entry.path not in gone else ():
-            with suppress(DamagedError):  # its chunks are unknown; only this count needs them
-                document = store.document(source)
-                chunks[entry.path in read] |= {ref.chunk_id for ref in document.chunks} if document else set()
-    return len(chunks[False] - chunks[True]), len(chunks[True])

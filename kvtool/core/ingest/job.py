@@ -18,8 +18,8 @@ from kvtool.core.codec.levels import check_level, level_of
 from kvtool.core.common.types import Events, Warn
 from kvtool.core.corpus.reading import Reading
 from kvtool.core.errors import DamagedError, ModelError, StoreNotFoundError, UsageError
-from kvtool.core.ingest.account import Account, forecast, kv_bytes_a_token
-from kvtool.core.ingest.choices import Choices, lead_in_change
+from kvtool.core.ingest.account import Account, free_bytes, kv_bytes_a_token, seconds_a_token
+from kvtool.core.ingest.choices import Choices
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.ingest.report import Forecast, IngestReport
 from kvtool.core.ingest.stream import NewChunks, Stream
@@ -29,6 +29,7 @@ from kvtool.core.session.identity import MeasuredLosses, lead_ins_of
 if TYPE_CHECKING:
     from kvtool.core.ingest.storer import Storer
     from kvtool.core.model.decoder import Decoder
+    from kvtool.core.retrieval.finder import Finder
     from kvtool.core.session.session import Session
 
 
@@ -99,7 +100,7 @@ def _run(path: Path, options: IngestOptions, job_of: Callable[[Store | None], _J
         writer = held.enter_context(store.writer(options.lock_wait, options.max_size, say))
         job = job_of(store)
         if first is not None and job.choices.known is None:
-            job, first.stream.store = first, store
+            job, first.stream.seen.store = first, store
         return job.run(store, writer)
 
 
@@ -173,7 +174,7 @@ class _Job:
         return self.account.report
 
     def _take(self, store: Store, writer: Writer) -> None:
-        report, options = self.account.report, self.options
+        options = self.options
         self._say_lead_in_change(store)
         identity = self.choices.identity
         if identity.keeps_states and (options.ray or options.engine):
@@ -187,13 +188,9 @@ class _Job:
             writer.remove_file(entry.path)
             self.account.removed(entry)
         writer.end_unfinished(self.stream.abandoned)
-        stale = self._changed or self.stream.gone or self.stream.abandoned or self._is_other or not store.is_collected()
-        if stale:
-            referred = partial(referred_in, store, self.account)
-            report.chunks.removed = writer.collect(keep=[self.choices.identity.prefix_id], referred=referred)
-        if stale or options.embedder is not None:
-            with self.account.phase("index"):
-                update_index(store, self.account, options.embedder, options.offline)
+        fewer = self._changed or self._is_other or bool(self.stream.gone or self.stream.abandoned)
+        if (stale := fewer or not store.is_collected()) or options.embedder is not None:
+            self._collect(store, writer, stale)
 
     @property
     def _is_other(self) -> bool:
@@ -208,10 +205,14 @@ class _Job:
 
     def _say_lead_in_change(self, store: Store) -> None:
         known, identity = self.choices.known, self.choices.identity
-        if known is not None and known.lead_in != identity.lead_in:
-            read = {file.name for file in self.stream.walked.files}
-            gone = {entry.path for entry in self.stream.gone}
-            self.account.warn(*lead_in_change(store, known, identity, read, gone))
+        if known is None or known.lead_in == identity.lead_in:
+            return
+        read = {file.name for file in self.stream.walked.files} | {entry.path for entry in self.stream.gone}
+        text, hint = f"from {known.lead_in.mode!r} to {identity.lead_in.mode!r}: chunks are made anew", ""
+        if any(entry.path not in read for entry in store.files()):
+            text += "; those of other documents keep theirs, and are found as before"
+            hint = "ingest the other documents again to give them the new one, too"
+        self.account.warn(f"the lead-in changes {text}", hint)
 
     # ---- the files ----
 
@@ -255,8 +256,10 @@ class _Job:
         if not tokens or self.choices.identity.keeps_states:
             return None
         identity = self.choices.identity
-        per_token = kv_bytes_a_token(self.choices.files.folder, identity.dtype)
-        return forecast(tokens, per_token, store, self._path, identity.fingerprint, self.options)
+        size = tokens * kv_bytes_a_token(self.choices.files.folder, identity.dtype)
+        each = seconds_a_token(store, identity.fingerprint, self.options)
+        seconds = None if each is None else tokens * each
+        return Forecast(tokens, size, seconds, free_bytes(self._path), self.options.level)
 
     def _fits(self, file: PreparedFile, new: Sequence[ChunkSpec], check: Callable[[Sequence[ChunkSpec]], None]) -> bool:
         """If the model cannot hold a file's new chunks, only this file fails."""
@@ -357,29 +360,36 @@ class _Job:
                     "the gate failed: fused answers of this model will be refused", "kvtool inspect gate"
                 )
 
+    # ---- the index ----
 
-def referred_in(store: Store, account: Account, chunk_ids: Collection[bytes]) -> Collection[bytes]:
-    """Update the index, and return those of these chunks that documents refer to. Raises DamagedError."""
-    from kvtool.core.retrieval.index import index_of
+    def _collect(self, store: Store, writer: Writer, stale: bool) -> None:
+        """Remove chunks that no document refers to, and update the index. Raises DamagedError."""
+        from kvtool.core.retrieval.finder import Finder
 
-    with account.phase("index"):
-        return index_of(store, account.warn).holders(chunk_ids)
+        finder = Finder(store, self.account.warn)
 
+        def referred(chunk_ids: Collection[bytes]) -> Collection[bytes]:
+            with self.account.phase("index"):
+                return finder.index.holders(chunk_ids)
 
-def update_index(store: Store, account: Account, embedder: str | None, offline: bool) -> None:
-    """Update the index, and the vectors if there are any or an embedder is given. Raises ModelError."""
-    from kvtool.core.retrieval.embed import remembered
-    from kvtool.core.retrieval.finder import Finder
+        if stale:
+            keep = [self.choices.identity.prefix_id]
+            self.account.report.chunks.removed = writer.collect(keep=keep, referred=referred)
+        with self.account.phase("index"), contextlib.suppress(DamagedError):  # `verify` and a query report it
+            if len(finder.index):
+                self._embed(finder, store)
 
-    finder = Finder(store, account.warn)
-    with contextlib.suppress(DamagedError):  # of an earlier document: `store verify` and a query report it
-        index, ref = finder.index, embedder or remembered(store, account.warn)
-        if ref is None or not len(index):
+    def _embed(self, finder: Finder, store: Store) -> None:
+        """Update the vectors, if there are any or an embedder is given. Raises ModelError."""
+        from kvtool.core.retrieval.embed import remembered
+
+        asked = self.options.embedder
+        if (ref := asked or remembered(store, self.account.warn)) is None:
             return
-        account.events.status(f"vectors by {ref}")
+        self.account.events.status(f"vectors by {ref}")
         try:
-            finder.embed(ref, offline)
+            finder.embed(ref, self.options.offline)
         except ModelError as error:
-            if embedder is not None:
+            if asked is not None:
                 raise
-            account.warn(f"no vectors: {error.message}", error.hint)
+            self.account.warn(f"no vectors: {error.message}", error.hint)

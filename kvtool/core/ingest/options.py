@@ -13,7 +13,7 @@ from kvtool.core.corpus.options import command_error, commands_of, encoding_erro
 from kvtool.core.corpus.split import METHODS, SplitSettings
 from kvtool.core.errors import UsageError
 from kvtool.core.model.options import DEFAULT_SYSTEM, ModelOptions, embedder_option, system_option
-from kvtool.core.options.option import option
+from kvtool.core.options.option import Options, option
 
 if TYPE_CHECKING:
     from kvtool.core.corpus.reading import Reading
@@ -42,119 +42,33 @@ def _engine_error(value: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class IngestOptions(ModelOptions, LockOptions, sections=("ingest",)):
-    """Options of what to ingest, and how; None means: as the store has it, else the default."""
-
-    paths: tuple[Path, ...] = option((), "Files and folders.", flag=None, setting=False)
-    roots: tuple[Path, ...] = option(
-        (), "Read only what these folders show to others than the user.", flag=None, setting=False
-    )
-    include: tuple[str, ...] = option((), "Read only these files.", group=FILES, setting=False, metavar="GLOB")
-    exclude: tuple[str, ...] = option((), "Skip these files.", group=FILES, setting=False, metavar="GLOB")
-    ignore: bool = option(
-        True,
-        "Skip lock files, and files named in .gitignore or .kvtoolignore.",
-        group=FILES,
-        flag="--ignore/--no-ignore",
-        setting=False,
-    )
-    sync: bool = option(False, "Remove documents below PATH whose files are gone.", group=FILES, setting=False)
-    shard: str | None = option(
-        None,
-        "Read only part I of N of the files; `kvtool store import` joins the stores.",
-        group=FILES,
-        setting=False,
-        metavar="I/N",
-        check=shard_error,
-        instead="all files",
-    )
-    readers: tuple[str, ...] = option(
-        (),
-        "Read files with this ending by a command that prints their text; `{}` is the file.",
-        group=FILES,
-        flag="--reader",
-        metavar="ENDING=COMMAND",
-        check=command_error,
-        table=True,
-        user_only=True,
-    )
-    encoding: str | None = option(
-        None,
-        "Encoding of texts that are not UTF-8 and do not name theirs.",
-        group=FILES,
-        metavar="NAME",
-        check=encoding_error,
-        instead="guessed from each file",
-    )
-    read_timeout: float = option(
-        60.0,
-        "Maximum time to read one file.",
-        group=FILES,
-        unit="duration",
-        lowest=1,
-    )
-    read_memory: int = option(
-        2 * 10**9, "Maximum memory to read one file.", group=FILES, unit="size", lowest=10**8, instead="2GB"
-    )
-    retry: bool = option(False, "Try files again that could not be read before.", group=FILES, setting=False)
-    strict: bool = option(
-        False,
-        "Also report unchanged files that failed before as failures.",
-        group=FILES,
-        setting=False,
-    )
-    dry_run: bool = option(False, "Show what would be done, and do nothing.", group=FILES, setting=False)
-    continue_on_error: bool = option(
-        True,
-        "After a file that fails, continue (exit code 3) or stop.",
-        group=FILES,
-        flag="--continue-on-error/--fail-fast",
-        setting=False,
-    )
-    log: Path | None = option(
-        None,
-        "Append one JSON event per line to this file.",
-        group=FILES,
-        setting=False,
-        metavar="FILE.jsonl",
-        unit="path",
-    )
-
+class _SplitOptions(Options, sections=("ingest",), group=SPLITTING):
     split: str | None = option(
         None,
         "Where to cut chunks; semantic follows sections.",
-        group=SPLITTING,
         choices=METHODS,
         instead="the store's own, else semantic",
     )
     chunk_tokens: int | None = option(
-        None,
-        "Target length of a chunk (passage), in tokens.",
-        group=SPLITTING,
-        lowest=1,
-        instead="the store's own, else 256",
+        None, "Target length of a chunk (passage), in tokens.", lowest=1, instead="the store's own, else 256"
     )
     min_chunk_tokens: int | None = option(
         None,
         "Minimum length of a chunk, in tokens; 0 suits the split.",
-        group=SPLITTING,
         synonyms=("--min-tokens",),
         lowest=0,
         instead="the store's own, else 0",
     )
     max_chunk_tokens: int | None = option(
-        None,
-        "Maximum length of a chunk, in tokens.",
-        group=SPLITTING,
-        synonyms=("--max-tokens",),
-        lowest=1,
-        instead="the target length",
+        None, "Maximum length of a chunk, in tokens.", synonyms=("--max-tokens",), lowest=1, instead="the target length"
     )
 
+
+@dataclass(frozen=True, kw_only=True)
+class _StorageOptions(Options, sections=("ingest",), group=STORING):
     level: str = option(
         "raw",
         "Compression level: raw and lossless are exact, 1 loses least.",
-        group=STORING,
         setting="ingest_level",
         choices=WHOLE,
         metavar="raw|lossless|1..4",
@@ -162,14 +76,12 @@ class IngestOptions(ModelOptions, LockOptions, sections=("ingest",)):
     store_dtype: str | None = option(
         None,
         "Number format of the stored KV.",
-        group=STORING,
         choices=("bfloat16", "float16", "float32"),
         instead="the store's own, else 16 bits",
     )
     lead_in: str | None = option(
         None,
         "Tokens that the model reads before each chunk; see `kvtool help concepts`.",
-        group=STORING,
         metavar=_LEAD_INS_SHOWN,
         suggest=LEAD_INS,
         check=_check_lead_in,
@@ -178,6 +90,10 @@ class IngestOptions(ModelOptions, LockOptions, sections=("ingest",)):
     system: str | None = system_option(STORING, instead=f"the store's own, else: {DEFAULT_SYSTEM}")
     embedder: str | None = embedder_option(STORING)
     max_size: int | None = max_size_option()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _WorkerOptions(Options, sections=("ingest",)):
     ray: str | None = option(
         None,
         "Compute on Ray workers.",
@@ -210,6 +126,63 @@ class IngestOptions(ModelOptions, LockOptions, sections=("ingest",)):
         flag="--engine-check/--no-engine-check",
         setting=False,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class IngestOptions(
+    ModelOptions,
+    LockOptions,
+    _WorkerOptions,
+    _StorageOptions,
+    _SplitOptions,
+    sections=("ingest",),
+    group=FILES,
+    settings=False,
+):
+    """Options of what to ingest, and how; None means: as the store has it, else the default."""
+
+    paths: tuple[Path, ...] = option((), "Files and folders.", flag=None)
+    roots: tuple[Path, ...] = option((), "Read only what these folders show to others than the user.", flag=None)
+    include: tuple[str, ...] = option((), "Read only these files.", metavar="GLOB")
+    exclude: tuple[str, ...] = option((), "Skip these files.", metavar="GLOB")
+    ignore: bool = option(
+        True, "Skip lock files, and files named in .gitignore or .kvtoolignore.", flag="--ignore/--no-ignore"
+    )
+    sync: bool = option(False, "Remove documents below PATH whose files are gone.")
+    shard: str | None = option(
+        None,
+        "Read only part I of N of the files; `kvtool store import` joins the stores.",
+        metavar="I/N",
+        check=shard_error,
+        instead="all files",
+    )
+    readers: tuple[str, ...] = option(
+        (),
+        "Read files with this ending by a command that prints their text; `{}` is the file.",
+        flag="--reader",
+        metavar="ENDING=COMMAND",
+        check=command_error,
+        table=True,
+        user_only=True,
+        setting=True,
+    )
+    encoding: str | None = option(
+        None,
+        "Encoding of texts that are not UTF-8 and do not name theirs.",
+        metavar="NAME",
+        check=encoding_error,
+        instead="guessed from each file",
+        setting=True,
+    )
+    read_timeout: float = option(60.0, "Maximum time to read one file.", unit="duration", lowest=1, setting=True)
+    read_memory: int = option(
+        2 * 10**9, "Maximum memory to read one file.", unit="size", lowest=10**8, instead="2GB", setting=True
+    )
+    dry_run: bool = option(False, "Show what would be done, and do nothing.")
+    continue_on_error: bool = option(
+        True, "After a file that fails, continue (exit code 3) or stop.", flag="--continue-on-error/--fail-fast"
+    )
+    log: Path | None = option(None, "Append one JSON event per line to this file.", metavar="FILE.jsonl", unit="path")
 
     def check(self) -> None:
         super().check()

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -45,116 +45,6 @@ _AHEAD = 2  # batches of a worker under way: one is computed while the records o
 _RESTARTS = 5  # of a worker that dies
 _PREFIX = 0  # number of the batch that is the prompt's fixed beginning, which has no lead-in
 _INSTALL = "install this version, with the same extras, on all machines of the cluster"
-
-
-class Workers:
-    """Actors of Ray, each with the model. Ray restarts one that dies and repeats its tasks."""
-
-    def __init__(self, options: IngestOptions, recipe: Recipe) -> None:
-        self._held = contextlib.ExitStack()
-        self._held.enter_context(contextlib.redirect_stdout(sys.stderr))  # where Ray prints that a worker has died
-        try:
-            self._ray = ray = connect(options.ray or LOCAL)
-            self._held.callback(ray.shutdown)
-            share = share_of(ray.cluster_resources(), options.ray_workers, options.device)
-            actor = ray.remote(num_cpus=share.cpus, num_gpus=share.gpus, max_restarts=_RESTARTS, max_task_retries=-1)(
-                RemotePrefillWorker
-            )
-            self._recipe = ray.put(recipe)  # sent to each machine once; a restarted worker takes it, too
-            actors = [actor.remote(self._recipe, 0 if share.gpus else share.cpus) for _ in range(share.workers)]
-            self.states = self._states(actors)
-            self.pool = ray.util.ActorPool(actors * _AHEAD)
-        except BaseException:
-            self.close()
-            raise
-
-    def next(self) -> Computed:
-        """Wait for the next result, in any order. Raises KvtoolError: the task raised it, or a worker keeps dying."""
-        with self._explained("Ray's workers die one after another", "give each more memory: fewer --ray-workers"):
-            computed: Computed = self.pool.get_next_unordered()
-        return computed
-
-    def close(self) -> None:
-        self._held.close()
-
-    def _states(self, actors: Sequence[Any]) -> list[WorkerState]:
-        with self._explained(f"Ray's workers cannot run kvtool {kvtool.__version__}", _INSTALL):
-            states: list[WorkerState] = self._ray.get([actor.state.remote() for actor in actors])
-        for state in states:
-            if state.version != kvtool.__version__:
-                raise KvtoolError(
-                    f"Ray's workers have kvtool {state.version}, and this is {kvtool.__version__}", _INSTALL
-                )
-        return states
-
-    @contextlib.contextmanager
-    def _explained(self, what: str, hint: str) -> Iterator[None]:
-        """Raise a task's own KvtoolError, or one that says `what` is wrong with the workers."""
-        errors = self._ray.exceptions
-        try:
-            yield
-        except errors.RayTaskError as error:
-            if isinstance(error.cause, KvtoolError):
-                raise error.cause from error
-            raise KvtoolError(
-                f"a worker of Ray failed: {reason_of(error)}", "without --ray it is computed here"
-            ) from error
-        except errors.RayError as error:
-            raise KvtoolError(f"{what}: {reason_of(error)}", hint) from error
-
-
-class RayStorer(Storer):
-    """Storer that sends batches to workers. Results come in any order; files are committed once complete."""
-
-    def __init__(
-        self, store: Store, writer: Writer, account: Account, options: IngestOptions, choices: Choices
-    ) -> None:
-        """Start workers with the store's recipe, and report what they compute with. Raises KvtoolError."""
-        profile = ProfileCache(store).current() if level_of(options.level).nested else None
-        account.events.status(f"loading {choices.files.ref} in Ray's workers")
-        model = ModelOptions(
-            model=choices.files.ref, device=options.device, dtype=options.dtype, offline=options.offline
-        )
-        recipe = Recipe(choices.identity, model, options.level, b"" if profile is None else profile.data)
-        self._workers = workers = Workers(options, recipe)
-        state = workers.states[0]
-        super().__init__(writer, account, state.device, state.context, state.lead_in)
-        self._pool = workers.pool
-        self._batches: dict[int, Batch] = {}
-        self._sent = 0
-        ways = " and ".join(dict.fromkeys(f"{each.dtype} on {each.device}" for each in workers.states))
-        account.events.status(f"{state.model} in {ways}, {counted(len(workers.states), 'worker')} of Ray")
-        if " and " in ways:
-            account.warn(f"workers compute in {ways}: each chunk notes its own", "--dtype gives all of them one format")
-        account.resolve(choices.identity, state.model, state.device, state.dtype)
-        account.report.resolved["workers"] = len(workers.states)
-
-    def store_prefix(self, prefix: ChunkSpec) -> None:
-        self._submit(_PREFIX, [prefix])
-        self._put(self._workers.next().records)
-
-    def finish(self) -> None:
-        super().finish()
-        while self._batches:
-            self._take()
-
-    def close(self) -> None:
-        self._workers.close()
-
-    def _compute(self, batch: Batch) -> None:
-        while not self._pool.has_free():
-            self._take()
-        self._sent += 1
-        self._batches[self._sent] = batch
-        self._submit(self._sent, batch.chunks)
-
-    def _submit(self, number: int, chunks: Sequence[ChunkSpec]) -> None:
-        self._pool.submit(lambda actor, number: actor.compute.remote(number, chunks), number)
-
-    def _take(self) -> None:
-        computed = self._workers.next()
-        batch = self._batches.pop(computed.number)
-        self._store(batch, computed.records, computed.seconds / len(self._workers.states))
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,16 +99,8 @@ class RemotePrefillWorker:
 
     def state(self) -> WorkerState:
         decoder, lead_ins, _ = self._loaded
-        loaded = decoder.loaded
-        return WorkerState(
-            kvtool.__version__,
-            loaded.files.ref,
-            loaded.device,
-            loaded.arithmetic.dtype,
-            decoder.context,
-            len(lead_ins.own),
-            os.getpid(),
-        )
+        made_by = decoder.loaded.files.ref, decoder.loaded.device, decoder.loaded.arithmetic.dtype
+        return WorkerState(kvtool.__version__, *made_by, decoder.context, len(lead_ins.own), os.getpid())
 
     def compute(self, number: int, chunks: Sequence[ChunkSpec]) -> Computed:
         decoder, lead_ins, profile = self._loaded
@@ -228,11 +110,115 @@ class RemotePrefillWorker:
         return Computed(number, make(decoder, lead_ins, chunks, level, profile), time.perf_counter() - started)
 
 
+class Workers:
+    """Actors of Ray, each with the model. Ray restarts one that dies and repeats its tasks."""
+
+    def __init__(self, options: IngestOptions, recipe: Recipe) -> None:
+        self._held = contextlib.ExitStack()
+        self._held.enter_context(contextlib.redirect_stdout(sys.stderr))  # where Ray prints that a worker has died
+        try:
+            self._ray = ray = connect(options.ray or LOCAL)
+            self._held.callback(ray.shutdown)
+            share = share_of(ray.cluster_resources(), options.ray_workers, options.device)
+            needs = {"num_cpus": share.cpus, "num_gpus": share.gpus}
+            actor = ray.remote(max_restarts=_RESTARTS, max_task_retries=-1, **needs)(RemotePrefillWorker)
+            self._recipe = ray.put(recipe)  # sent to each machine once; a restarted worker takes it, too
+            actors = [actor.remote(self._recipe, 0 if share.gpus else share.cpus) for _ in range(share.workers)]
+            self.states = self._states(actors)
+            self.pool = ray.util.ActorPool(actors * _AHEAD)
+        except BaseException:
+            self.close()
+            raise
+
+    def next(self) -> Computed:
+        """Wait for the next result, in any order. Raises KvtoolError: the task raised it, or a worker keeps dying."""
+        with self._explained("Ray's workers die one after another", "give each more memory: fewer --ray-workers"):
+            computed: Computed = self.pool.get_next_unordered()
+        return computed
+
+    def close(self) -> None:
+        self._held.close()
+
+    def _states(self, actors: Sequence[Any]) -> list[WorkerState]:
+        own = kvtool.__version__
+        with self._explained(f"Ray's workers cannot run kvtool {own}", _INSTALL):
+            states: list[WorkerState] = self._ray.get([actor.state.remote() for actor in actors])
+        if others := {state.version for state in states} - {own}:
+            raise KvtoolError(f"Ray's workers have kvtool {', '.join(others)}, and this is {own}", _INSTALL)
+        return states
+
+    @contextlib.contextmanager
+    def _explained(self, what: str, hint: str) -> Iterator[None]:
+        """Raise a task's own KvtoolError, or one that says `what` is wrong with the workers."""
+        errors = self._ray.exceptions
+        try:
+            yield
+        except errors.RayTaskError as error:
+            if isinstance(error.cause, KvtoolError):
+                raise error.cause from error
+            hint = "without --ray it is computed here"
+            raise KvtoolError(f"a worker of Ray failed: {reason_of(error)}", hint) from error
+        except errors.RayError as error:
+            raise KvtoolError(f"{what}: {reason_of(error)}", hint) from error
+
+
+class RayStorer(Storer):
+    """Storer that sends batches to workers. Results come in any order; files are committed once complete."""
+
+    def __init__(
+        self, store: Store, writer: Writer, account: Account, options: IngestOptions, choices: Choices
+    ) -> None:
+        """Start workers with the store's recipe, and report what they compute with. Raises KvtoolError."""
+        profile = ProfileCache(store).current() if level_of(options.level).nested else None
+        account.events.status(f"loading {choices.files.ref} in Ray's workers")
+        model = ModelOptions(
+            model=choices.files.ref, device=options.device, dtype=options.dtype, offline=options.offline
+        )
+        recipe = Recipe(choices.identity, model, options.level, b"" if profile is None else profile.data)
+        self._workers = workers = Workers(options, recipe)
+        state = workers.states[0]
+        super().__init__(writer, account, state.device, state.context, state.lead_in)
+        self._batches: dict[int, Batch] = {}
+        self._sent = 0
+        ways = " and ".join(dict.fromkeys(f"{each.dtype} on {each.device}" for each in workers.states))
+        account.events.status(f"{state.model} in {ways}, {counted(len(workers.states), 'worker')} of Ray")
+        if " and " in ways:
+            account.warn(f"workers compute in {ways}: each chunk notes its own", "--dtype gives all of them one format")
+        account.resolve(choices.identity, state.model, state.device, state.dtype)
+        account.report.resolved["workers"] = len(workers.states)
+
+    def store_prefix(self, prefix: ChunkSpec) -> None:
+        self._submit(_PREFIX, [prefix])
+        self._put(self._workers.next().records)
+
+    def finish(self) -> None:
+        super().finish()
+        while self._batches:
+            self._take()
+
+    def close(self) -> None:
+        self._workers.close()
+
+    def _compute(self, batch: Batch) -> None:
+        while not self._workers.pool.has_free():
+            self._take()
+        self._sent += 1
+        self._batches[self._sent] = batch
+        self._submit(self._sent, batch.chunks)
+
+    def _submit(self, number: int, chunks: Sequence[ChunkSpec]) -> None:
+        self._workers.pool.submit(lambda actor, number: actor.compute.remote(number, chunks), number)
+
+    def _take(self) -> None:
+        computed = self._workers.next()
+        batch = self._batches.pop(computed.number)
+        self._store(batch, computed.records, computed.seconds / len(self._workers.states))
+
+
 # ---- the cluster ----
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(NamedTuple):
     workers: int
     cpus: int
     gpus: int
@@ -265,16 +251,10 @@ def check_reachable(address: str) -> None:
 
 def connect(address: str) -> Any:
     """Return the module `ray`, connected to a cluster. Raises KvtoolError."""
-    ray = _import_ray()
+    ray, dashboard = _import_ray(), False if address == LOCAL else None
+    how = {"include_dashboard": dashboard, "log_to_driver": False, "logging_level": logging.CRITICAL}
     try:
-        _keep_sigterm(
-            lambda: ray.init(
-                address=address,
-                include_dashboard=False if address == LOCAL else None,
-                log_to_driver=False,
-                logging_level=logging.CRITICAL,
-            )
-        )
+        _keep_sigterm(partial(ray.init, address=address, **how))
     except Exception as error:
         hint = _WHERE if address in (LOCAL, AUTO) else _TOKEN  # `check_reachable` has found that something listens
         raise KvtoolError(f"Ray does not answer at {address!r}: {reason_of(error)}", hint) from error

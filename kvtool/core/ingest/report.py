@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -91,9 +90,8 @@ class IngestReport:
     phases: dict[str, float] = field(default_factory=dict)  # seconds in addition to reading and prefill, by `PHASES`
     skipped: dict[str, int] = field(default_factory=lambda: {kind.value: 0 for kind in Skip})  # by kind
     unsupported: dict[str, int] = field(default_factory=dict)  # by ending
-    failures: list[dict[str, str]] = field(default_factory=list)  # with `strict` all of them
+    failures: list[dict[str, str]] = field(default_factory=list)
     known_failures: list[dict[str, str]] = field(default_factory=list)  # unchanged files; not among `failures`
-    not_retried: int = 0  # number of files in both lists that were not read again
     loss: float | None = None  # of the new chunks' level, in nats per token of the answer; None: not measured
     warnings: list[str] = field(default_factory=list)
     resolved: dict[str, Any] = field(default_factory=dict)
@@ -128,7 +126,7 @@ class EventLog:
         if self.error:
             return
         now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        line = json.dumps(_plain({"time": now, "pid": os.getpid(), "type": type} | facts)) + "\n"
+        line = json.dumps({"time": now, "pid": os.getpid(), "type": type} | facts) + "\n"
         try:
             os.write(self._file, line.encode("ascii"))
         except OSError as error:
@@ -155,11 +153,3 @@ class EventLog:
 
     def close(self) -> None:
         os.close(self._file)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

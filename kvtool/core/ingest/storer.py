@@ -32,9 +32,8 @@ def batch_tokens(device: str) -> int:
 
 @dataclass(slots=True)
 class _Waiting:
-    number: int
     file: PreparedFile
-    chunks: int
+    missing: set[bytes]
 
 
 @dataclass(slots=True)
@@ -52,8 +51,8 @@ class Storer(ABC):
         self._writer, self._account, self._max_tokens = writer, account, batch_tokens(device)
         self._context, self._lead_in = context, lead_in
         self._batch = Batch([])
-        self._waiting: dict[bytes, list[_Waiting]] = {}
-        self._taken = 0
+        self._missing: set[bytes] = set()  # chunks of these and of the batches under way
+        self._waiting: list[_Waiting] = []
 
     @abstractmethod
     def store_prefix(self, prefix: ChunkSpec) -> None:
@@ -75,14 +74,11 @@ class Storer(ABC):
             )
 
     def take(self, file: PreparedFile, missing: Sequence[ChunkSpec]) -> None:
-        self._taken += 1
-        self._waiting.update((chunk.chunk_id, []) for chunk in missing)
-        lists = [self._waiting[key] for key in {chunk.chunk_id for chunk in file.chunks} & self._waiting.keys()]
-        waiting = _Waiting(self._taken, file, len(lists))
-        for files in lists:
-            files.append(waiting)
-        if not lists:
-            self._commit_all([waiting])
+        self._missing.update(chunk.chunk_id for chunk in missing)
+        if left := self._missing.intersection(file.chunk_ids):
+            self._waiting.append(_Waiting(file, left))
+        else:
+            self._commit_all([file])
         for chunk in missing:
             self._queue(chunk)
 
@@ -98,10 +94,8 @@ class Storer(ABC):
 
     def _spanning(self, batch: Batch) -> list[PreparedFile]:
         """List the files that this batch does not complete: they are unfinished once it is written."""
-        files: dict[str, tuple[_Waiting, int]] = {}
-        for waiting in (waiting for chunk in batch.chunks for waiting in self._waiting[chunk.chunk_id]):
-            files[waiting.file.entry.path] = waiting, files.get(waiting.file.entry.path, (waiting, 0))[1] + 1
-        return [waiting.file for waiting, here in files.values() if waiting.chunks > here]
+        made = {chunk.chunk_id for chunk in batch.chunks}
+        return [each.file for each in self._waiting if each.missing & made and each.missing - made]
 
     def _hand_over(self) -> None:
         if self._batch.chunks:
@@ -138,17 +132,18 @@ class Storer(ABC):
 
     def _complete(self, batch: Batch) -> None:
         self._account.computed(batch.chunks)
-        whole = []
-        for waiting in (waiting for chunk in batch.chunks for waiting in self._waiting.pop(chunk.chunk_id)):
-            waiting.chunks -= 1
-            if not waiting.chunks:
-                whole.append(waiting)
-        self._commit_all(sorted(whole, key=lambda waiting: waiting.number))
+        made = {chunk.chunk_id for chunk in batch.chunks}
+        self._missing -= made
+        for each in self._waiting:
+            each.missing -= made
+        whole = [each.file for each in self._waiting if not each.missing]
+        self._waiting = [each for each in self._waiting if each.missing]
+        self._commit_all(whole)
 
-    def _commit_all(self, whole: Sequence[_Waiting]) -> None:
-        self._commit([waiting.file for waiting in whole])
-        for waiting in whole:
-            self._account.count_file(waiting.file)
+    def _commit_all(self, files: Sequence[PreparedFile]) -> None:
+        self._commit(files)
+        for file in files:
+            self._account.count_file(file)
 
 
 class ChunkStorer(Storer):

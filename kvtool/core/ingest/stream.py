@@ -22,28 +22,19 @@ from kvtool.core.ingest.survey import (
     Outcome,
     PreparedFile,
     Seen,
+    Survey,
     exists,
     is_below,
-    is_known,
     prepare,
     reason_of,
-    survey,
     vanished,
 )
 
 
-def walk(options: IngestOptions, remembers: Callable[[Path], bool]) -> Walked:
+def walk(options: IngestOptions, reading: Reading, remembers: Callable[[Path], bool]) -> Walked:
     leave_out = [options.log] if options.log is not None else []
-    walked = find_files(
-        options.paths,
-        options.include,
-        options.exclude,
-        remembers,
-        leave_out,
-        options.reading,
-        options.ignore,
-        options.roots,
-    )
+    asked = (options.paths, options.include, options.exclude)
+    walked = find_files(*asked, remembers, leave_out, reading, options.ignore, options.roots)
     return walked if options.shard is None else walked.part(Shard.read(options.shard))
 
 
@@ -53,14 +44,17 @@ class Stream:
     def __init__(
         self, store: Store | None, options: IngestOptions, choices: Choices, account: Account, reading: Reading
     ) -> None:
-        self.store, self._reading = store, reading
-        self._options, self._choices, self._account = options, choices, account
-        self.seen = Seen(options.retry)
+        self._options, self._choices, self._account, self._reading = options, choices, account, reading
+        self.seen = Seen(store)
         self._outcomes = self._surveyed()
+
+    @property
+    def store(self) -> Store | None:
+        return self.seen.store
 
     @cached_property
     def walked(self) -> Walked:
-        return walk(self._options, self._remembers)
+        return walk(self._options, self._reading, self._remembers)
 
     def _remembers(self, path: Path) -> bool:
         """With `--sync`, a path may be missing if the store has documents of it or other paths exist."""
@@ -68,10 +62,7 @@ class Stream:
         files = self.store.files() if self.store else ()
         count = sum(len(entry.documents) for entry in files if is_below(entry.path, roots))
         if count and not sync:
-            raise UsageError(
-                f"{path} is not there any more; the store holds {count} document(s) of it",
-                _forgets(path),
-            )
+            raise UsageError(f"{path} is not there any more; the store holds {count} document(s) of it", _forgets(path))
         return count > 0 or (sync and any(other.exists() for other in self._options.paths))
 
     @cached_property
@@ -118,24 +109,24 @@ class Stream:
             elif (file := self._prepared(outcome)) is not None:
                 yield file
 
+    @cached_property
+    def _survey(self) -> Survey:
+        return Survey(self._choices.identity.settings_digest(), self._reading, self.seen)
+
     def leave_known_out(self) -> None:
-        store, settings = self.store, self._choices.identity.settings_digest()
-        if store is None:
-            return
         for file in self.walked.files:
-            if is_known(file, store, settings, self._reading, self.seen):
+            if self._survey.is_known(file):
                 self._account.leave_out(file.name)
 
     def _surveyed(self) -> Iterator[Outcome]:
         """Survey each file. Failures are held back until one file can be ingested."""
         walked = self.walked
         with self._account.phase("model_files"):
-            settings = self._choices.identity.settings_digest()
-        bad: list[Outcome] = [*walked.skipped]
-        bad += [self.seen.compared(self.store, failure) for failure in walked.failures]
+            survey = self._survey
+        bad: list[Outcome] = [*walked.skipped, *map(self.seen.compared, walked.failures)]
         nothing = not self.gone
         for file in walked.files:
-            outcome = survey(file, self.store, settings, self._reading, self.seen)
+            outcome = survey.look(file)
             if nothing and isinstance(outcome, Failure | Skipped):
                 bad.append(outcome)
                 continue
@@ -168,7 +159,7 @@ class Stream:
 
     def fail(self, path: str, error: str) -> None:
         self.seen.take_back(path)
-        self._account.fail(self.seen.compared(self.store, Failure(path, error)))
+        self._account.fail(self.seen.compared(Failure(path, error)))
 
     def _tell_paths(self) -> None:
         would = "would be" if self._options.dry_run else "is"

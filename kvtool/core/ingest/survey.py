@@ -14,6 +14,7 @@ from base64 import b64decode, b64encode
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -60,38 +61,92 @@ class ChangedFile:
 
 Outcome = ChangedFile | FileEntry | Failure | Skipped
 """A changed file, the store's entry of an unchanged one, or the reason why there is no text."""
+_SKIPS: dict[type, Skip] = {EmptyFile: Skip.EMPTY, MissingPackage: Skip.UNINSTALLED, SecretFile: Skip.SECRET}
 
 
-def survey(file: FoundFile, store: Store | None, settings: str, reading: Reading, seen: Seen) -> Outcome:
-    """Compare a file with the store, by a stat or by its bytes; other `settings` make every file changed."""
-    path = file.name
-    known = store.file(path) if store is not None else None
-    try:
-        return _look(file, known, store, settings, reading, seen)
-    except FileNotFoundError:
-        return Skipped(path, Skip.GONE, "gone since the folder was listed")
-    except UnreadableFile as error:
-        outcome = _unreadable(file, known, error, reading)
-        return seen.compared(store, outcome, reading.means(file.path)) if isinstance(outcome, Failure) else outcome
-    except Exception as error:
-        reason = reason_of(error)
-        if file.guessed and not known:
-            return Skipped(path, Skip.UNSUPPORTED, reason)
-        return seen.compared(store, Failure(path, reason))
+class Survey:
+    """Compares files with the store of `seen`, by a stat or by their bytes; other `settings` change every file."""
+
+    def __init__(self, settings: str, reading: Reading, seen: Seen) -> None:
+        self._settings, self._reading, self._seen = settings, reading, seen
+
+    def look(self, file: FoundFile) -> Outcome:
+        known = self._seen.entry(file.name)
+        try:
+            return known if known is not None and self._is_known(file, known) else self._read(file, known)
+        except FileNotFoundError:
+            return Skipped(file.name, Skip.GONE, "gone since the folder was listed")
+        except UnreadableFile as error:
+            outcome = self._unreadable(file, known, error)
+            means = self._reading.means(file.path)
+            return self._seen.compared(outcome, means) if isinstance(outcome, Failure) else outcome
+        except Exception as error:
+            if file.guessed and not known:
+                return Skipped(file.name, Skip.UNSUPPORTED, reason_of(error))
+            return self._seen.compared(Failure(file.name, reason_of(error)))
+
+    def is_known(self, file: FoundFile) -> bool:
+        known = self._seen.entry(file.name)
+        return known is not None and self._is_known(file, known)
+
+    def _is_known(self, file: FoundFile, known: FileEntry) -> bool:
+        is_unchanged = self._was_read_so(file, known) and self._seen.is_unchanged(file.name, known.digest)
+        return is_unchanged and (self._seen.none_dropped or self._seen.is_whole(known))
+
+    def _was_read_so(self, file: FoundFile, known: FileEntry) -> bool:
+        """Return True if a file would be read as it was, or was read while more libraries were installed than now."""
+        own = {self._settings + self._reading.settings(file.path, is_whole=is_whole) for is_whole in (False, True)}
+        return known.settings in own and not known.origin.is_foreign
+
+    def _read(self, file: FoundFile, known: FileEntry | None) -> Outcome:
+        means = self._reading.means(file.path)
+        if failure := self._seen.failure(file.name, means):
+            return self._unreadable(file, known, failure, is_known=True)
+        before = os.stat(file.name)
+        try:
+            data = _data_of(file, before.st_size)
+            digest = hashlib.sha256(data).hexdigest()
+            self._seen.note(file.name, before, digest)
+            if known and known.digest == digest and self._was_read_so(file, known) and self._seen.is_whole(known):
+                return known
+            # as it was read: a file that grows is larger by now than when it was found
+            file = replace(file, size=len(data), mtime_ns=before.st_mtime_ns)
+            documents = self._reading.documents(file.path, data)
+            if file.guessed:
+                check_text(documents)
+            return ChangedFile(file, digest, self._settings + self._reading.settings(file.path), documents, known)
+        except UnreadableFile as error:
+            if not isinstance(error, PassingFailure):
+                self._seen.note_failure(file.name, before, means, error)
+            raise
+
+    def _unreadable(
+        self, file: FoundFile, known: FileEntry | None, error: UnreadableFile, is_known: bool = False
+    ) -> Failure | Skipped:
+        """Classify a file without text: failed, or only skipped. A file that had a text fails: its old text stays."""
+        reason, kind = error.message, _SKIPS.get(type(error))
+        if known is not None and known.documents:
+            return Failure(file.name, f"{reason}; what was read from it before stays in the store", is_known)
+        if kind is None and self._is_unsupported(file, error):
+            kind = Skip.UNSUPPORTED
+        if kind is None:
+            return Failure(file.name, reason, is_known)
+        return Skipped(file.name, kind, f"{reason} ({error.hint})" if kind is Skip.UNINSTALLED else reason)
+
+    def _is_unsupported(self, file: FoundFile, error: UnreadableFile) -> bool:
+        is_other = kind_of(file.path) == "archive" or not self._reading.takes(file.path)
+        return file.guessed or (isinstance(error, BinaryFile) and is_other)
 
 
-def is_known(file: FoundFile, store: Store, settings: str, reading: Reading, seen: Seen) -> bool:
-    known = store.file(file.name)
-    if known is None or not _was_read_so(known, file, settings, reading):
-        return False
-    is_whole = seen.vouches(store, file.name, known.digest) or _is_whole(known, store)
-    return is_whole and seen.is_unchanged(store, file.name, known.digest)
-
-
-def _was_read_so(known: FileEntry, file: FoundFile, settings: str, reading: Reading) -> bool:
-    """Return True if a file would be read as it was, or was read while more libraries were installed than now."""
-    own = {settings + reading.settings(file.path, is_whole=is_whole) for is_whole in (False, True)}
-    return known.settings in own and not known.origin.is_foreign
+def _data_of(file: FoundFile, size: int) -> bytes:
+    if file.guessed:
+        check(read_regular(file.name, SNIFFED), size)
+    if kind_of(file.path) == "archive" and size > _LARGEST_ARCHIVE:
+        raise BinaryFile(f"archive of over {_LARGEST_ARCHIVE >> 20} MiB: unpack it, and name the folder")
+    data = read_regular(file.name, _LARGEST + 1) if size <= _LARGEST else b""
+    if max(size, len(data)) > _LARGEST:
+        raise UnreadableFile(f"larger than {_LARGEST >> 30} GiB: split it")
+    return data
 
 
 def reason_of(error: Exception) -> str:
@@ -102,71 +157,6 @@ def reason_of(error: Exception) -> str:
     if isinstance(error, MemoryError):
         return "not enough memory to read it"
     return f"unexpected {type(error).__name__}: {error}".rstrip(": ")
-
-
-def _look(
-    file: FoundFile, known: FileEntry | None, store: Store | None, settings: str, reading: Reading, seen: Seen
-) -> Outcome:
-    same = store and known and _was_read_so(known, file, settings, reading)
-    if store and known and same and seen.vouches(store, file.name, known.digest):
-        return known
-    is_stored = store and known and same and _is_whole(known, store)
-    if store and known and is_stored and seen.is_unchanged(store, file.name, known.digest):
-        return known
-    means = reading.means(file.path)
-    if store and (failure := seen.failure(store, file.name, means)):
-        return _unreadable(file, known, failure, reading, read=False)
-    before = os.stat(file.name)
-    try:
-        if file.guessed:
-            check(read_regular(file.name, SNIFFED), before.st_size)
-        if kind_of(file.path) == "archive" and before.st_size > _LARGEST_ARCHIVE:
-            raise BinaryFile(f"archive of over {_LARGEST_ARCHIVE >> 20} MiB: unpack it, and name the folder")
-        data = read_regular(file.name, _LARGEST + 1) if before.st_size <= _LARGEST else b""
-        if max(before.st_size, len(data)) > _LARGEST:
-            raise UnreadableFile(f"larger than {_LARGEST >> 30} GiB: split it")
-        digest = hashlib.sha256(data).hexdigest()
-        seen.note(file.name, before, digest)
-        if known and is_stored and known.digest == digest:
-            return known
-        # as it was read: a file that grows is larger by now than when it was found
-        file = replace(file, size=len(data), mtime_ns=before.st_mtime_ns)
-        documents = reading.documents(file.path, data)
-        if file.guessed:
-            check_text(documents)
-        return ChangedFile(file, digest, settings + reading.settings(file.path), documents, known)
-    except UnreadableFile as error:
-        if not isinstance(error, PassingFailure):
-            seen.note_failure(file.name, before, means, error)
-        raise
-
-
-def _unreadable(
-    file: FoundFile, known: FileEntry | None, error: UnreadableFile, reading: Reading, read: bool = True
-) -> Failure | Skipped:
-    """Classify a file without text: failed, or only skipped. A file that had a text fails: its old text stays."""
-    path = file.name
-    if known is not None and known.documents:
-        return Failure(path, f"{error.message}; what was read from it before stays in the store", not read, read)
-    if isinstance(error, EmptyFile):
-        return Skipped(path, Skip.EMPTY, error.message)
-    if isinstance(error, MissingPackage):
-        return Skipped(path, Skip.UNINSTALLED, f"{error.message} ({error.hint})")
-    if isinstance(error, SecretFile):
-        return Skipped(path, Skip.SECRET, error.message)
-    if file.guessed or (
-        isinstance(error, BinaryFile) and (kind_of(file.path) == "archive" or not reading.takes(file.path))
-    ):
-        return Skipped(path, Skip.UNSUPPORTED, error.message)
-    return Failure(path, error.message, not read, read)
-
-
-def _is_whole(entry: FileEntry, store: Store) -> bool:
-    try:
-        documents = [store.document(source) for source in entry.documents]
-    except DamagedError:
-        return False
-    return all(document and all(store.has_chunk(c.chunk_id) for c in document.chunks) for document in documents)
 
 
 # ---- the chunks of a changed file ----
@@ -185,12 +175,8 @@ class PreparedFile:
 
 
 def prepare(file: ChangedFile, identity: StoreIdentity, tokenizer: Any) -> PreparedFile:
-    documents: list[DocumentEntry] = []
-    chunks: list[ChunkSpec] = []
-    for document in file.documents:
-        cut, wanted = _cut(document, identity, tokenizer)
-        documents.append(cut)
-        chunks.extend(wanted)
+    cut = [_cut(document, identity, tokenizer) for document in file.documents]
+    documents, chunks = tuple(document for document, _ in cut), tuple(chain(*(wanted for _, wanted in cut)))
     entry = FileEntry(
         path=file.found.name,
         size=file.found.size,
@@ -200,7 +186,7 @@ def prepare(file: ChangedFile, identity: StoreIdentity, tokenizer: Any) -> Prepa
         documents=tuple(document.source for document in documents),
         notes=file.notes,
     )
-    return PreparedFile(entry, tuple(documents), tuple(chunks), file.known is None)
+    return PreparedFile(entry, documents, chunks, file.known is None)
 
 
 def _cut(document: Document, identity: StoreIdentity, tokenizer: Any) -> tuple[DocumentEntry, list[ChunkSpec]]:
@@ -255,55 +241,62 @@ _MARK_BYTES = 16
 _RACY_SECONDS = 2.0  # a file may change again without a new time stamp
 _SPARE = 10_000  # marks of deleted files, or of another reader
 _SPARE_FAILURES = 1_000
-
-
 _Failures = dict[str, dict[str, str]]  # which files could not be read and why, by their marks in hex
 
 
 class Seen:
-    """Marks of a store's files. `retry`: read files again that could not be read."""
+    """Marks of a store's files; None: no store yet."""
 
-    def __init__(self, retry: bool = False) -> None:
-        self._retry = retry
-        self._known: tuple[set[bytes], _Failures] | None = None  # read at first use
-        self._whole = False  # whether every chunk of the known files is still stored
+    def __init__(self, store: Store | None) -> None:
+        self.store = store
+        self._read: tuple[set[bytes], _Failures, bool] | None = None  # at first use
         self._now: set[bytes] = set()  # of files of this run
         self._noted: dict[str, bytes] = {}  # of files that it has read, by path
         self._failed: _Failures = {}  # likewise
         self._fine: set[str] = set()  # paths of files that could be read
 
-    def is_unchanged(self, store: Store, path: str, digest: str) -> bool:
+    def entry(self, path: str) -> FileEntry | None:
+        return self.store.file(path) if self.store is not None else None
+
+    def is_unchanged(self, path: str, digest: str) -> bool:
         with suppress(OSError):
             mark = _mark(path, os.stat(path), digest)
-            if mark in self._of(store)[0]:
+            if mark in self._kept[0]:
                 self._now.add(mark)
                 self._fine.add(path)
                 return True
         return False
 
-    def vouches(self, store: Store, path: str, digest: str) -> bool:
-        """Return True if a file is unchanged, and none of its chunks can have been removed since."""
-        self._of(store)
-        return self._whole and self.is_unchanged(store, path, digest)
+    @property
+    def none_dropped(self) -> bool:
+        """Whether no chunk of a file with a mark can have been removed since."""
+        return self._kept[2]
 
-    def failure(self, store: Store, path: str, means: str) -> UnreadableFile | None:
+    def is_whole(self, entry: FileEntry) -> bool:
+        store = self.store
+        assert store is not None  # it has the entry
+        try:
+            documents = [store.document(source) for source in entry.documents]
+        except DamagedError:
+            return False
+        return all(document and all(store.has_chunk(c.chunk_id) for c in document.chunks) for document in documents)
+
+    def failure(self, path: str, means: str) -> UnreadableFile | None:
         """Return the earlier error of an unchanged unreadable file; None: read it."""
-        if self._retry:
-            return None
         with suppress(OSError, KeyError, TypeError, AttributeError):  # a row may be of another kvtool
             mark = _mark(path, os.stat(path), means).hex()
-            row = self._of(store)[1][mark]
+            row = self._kept[1][mark]
             error = UnreadableFile.from_row(row)
             self._failed[mark] = row | {"path": path}
             return error
         return None
 
-    def compared(self, store: Store | None, failure: Failure, means: str = "") -> Failure:
+    def compared(self, failure: Failure, means: str = "") -> Failure:
         """Mark a failure as known if the unchanged file failed before with this message; note it otherwise."""
         with suppress(OSError):
             mark = _mark(failure.path, os.stat(failure.path), repr((__version__, means, failure.error))).hex()
             self._failed[mark] = {"path": failure.path, "message": failure.error}
-            return replace(failure, known=not self._retry and store is not None and mark in self._of(store)[1])
+            return replace(failure, known=mark in self._kept[1])
         return failure
 
     def note(self, path: str, before: os.stat_result, digest: str) -> None:
@@ -323,13 +316,13 @@ class Seen:
 
     def keep(self, store: Store, whole: bool) -> None:
         """Store the marks for the next run, with those of other files unless a `whole` run found many fewer."""
-        known, known_failures = self._of(store)
+        known, known_failures, was_whole = self._kept
         now = self._now | {*self._noted.values()}
         failures = {mark: row for mark, row in known_failures.items() if self._may_fail(row)} | self._failed
-        if self._whole and now <= known and failures == known_failures:
+        if was_whole and now <= known and failures == known_failures:
             return
         marks = known | now
-        if whole and (not self._whole or len(marks) > 2 * len(now) + _SPARE):
+        if whole and (not was_whole or len(marks) > 2 * len(now) + _SPARE):
             marks = now
         if whole and len(failures) > 2 * len(self._failed) + _SPARE_FAILURES:
             failures = self._failed
@@ -341,12 +334,12 @@ class Seen:
         path = row.get("path") if isinstance(row, dict) else None
         return isinstance(path, str) and path not in self._fine and os.path.lexists(path)
 
-    def _of(self, store: Store) -> tuple[set[bytes], _Failures]:
-        if self._known is None:
-            marks, failures, at = _read(store)
-            self._known = marks, failures
-            self._whole = at == store.dropped_revision()
-        return self._known
+    @property
+    def _kept(self) -> tuple[set[bytes], _Failures, bool]:
+        """Return the stored marks, and whether every chunk of their files is still stored."""
+        if self._read is None and self.store is not None:
+            self._read = _read(self.store)
+        return self._read or (set(), {}, False)
 
 
 def _rests(status: os.stat_result) -> bool:
@@ -358,7 +351,7 @@ def _mark(path: str, status: os.stat_result, held: str) -> bytes:
     return hashlib.blake2b(repr((path, place, held)).encode("utf-8", "surrogatepass"), digest_size=_MARK_BYTES).digest()
 
 
-def _read(store: Store) -> tuple[set[bytes], _Failures, int | None]:
+def _read(store: Store) -> tuple[set[bytes], _Failures, bool]:
     kept = store.read_side(_NAME, format=_FORMAT)
     failures = kept.get("failures", {})
     try:
@@ -366,4 +359,5 @@ def _read(store: Store) -> tuple[set[bytes], _Failures, int | None]:
     except (ValueError, TypeError):
         data = b""
     marks = {data[at : at + _MARK_BYTES] for at in range(0, len(data), _MARK_BYTES)}
-    return marks, failures if isinstance(failures, dict) else {}, kept.get("whole")
+    is_whole = kept.get("whole") == store.dropped_revision()
+    return marks, failures if isinstance(failures, dict) else {}, is_whole

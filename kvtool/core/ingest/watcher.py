@@ -69,7 +69,7 @@ class Watcher:
     def _walked(self, paths: Sequence[Path]) -> Mapping[str, _Stamp]:
         if not paths:
             return {}
-        walked = walk(replace(self._options, paths=tuple(paths)), lambda path: True)
+        walked = walk(replace(self._options, paths=tuple(paths)), self._options.reading, lambda path: True)
         return {file.name: (file.size, file.mtime_ns, file.ctime_ns) for file in walked.files}
 
     def _ingest(self, paths: tuple[Path, ...], found: Mapping[str, _Stamp], events: Events) -> IngestReport | None:

@@ -45,30 +45,22 @@ class Places:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._passages: dict[bytes, Passage] | None = None
-        self._sources: list[str] | None = None
-        self._revision: int | None = None
+        self._sources = lru_cache(maxsize=1)(lambda revision: store.sources())
+        self._passages = lru_cache(maxsize=1)(lambda revision: _passages_by_id(store))
 
     def of_chunks(self, text: str) -> list[Passage]:
         """The passages of a chunk's id in hex or its beginning, or of a place. Raises UsageError."""
-        self._follow()
         if not is_id(text):
             return self._at(text)
-        if self._passages is None:
-            self._passages = {}
-            for document in self._store.documents():
-                for passage in passages_in(document):
-                    self._passages.setdefault(passage.chunk_id, passage)
-        return [self._passages[chunk_named(text, self._passages)]]
+        passages = self._passages(self._store.documents_revision())
+        return [passages[chunk_named(text, passages)]]
 
     def of_document(self, name: str) -> list[Passage]:
         return [passage for document in self._documents(name) for passage in passages_in(document)]
 
     def _documents(self, name: str) -> list[DocumentEntry]:
-        self._follow()
-        if self._sources is None:
-            self._sources = self._store.sources()
-        documents = (self._store.document(source) for source in _matching(name, self._sources))
+        sources = self._sources(self._store.documents_revision())
+        documents = (self._store.document(source) for source in _matching(name, sources))
         return [document for document in documents if document is not None]
 
     def _at(self, place: str) -> list[Passage]:
@@ -106,11 +98,13 @@ class Places:
             raise UsageError(f"{path} has no line, page or part {number}", "answers cite the places that there are")
         return found[1]
 
-    def _follow(self) -> None:
-        revision = self._store.documents_revision()
-        if revision != self._revision:
-            self._passages = self._sources = None
-            self._revision = revision
+
+def _passages_by_id(store: Store) -> dict[bytes, Passage]:
+    found: dict[bytes, Passage] = {}
+    for document in store.documents():
+        for passage in passages_in(document):
+            found.setdefault(passage.chunk_id, passage)
+    return found
 
 
 def _label_starts(place: str) -> Iterator[int]:
@@ -177,11 +171,7 @@ class Finder:
             self._read.cache_clear()
 
     def find(
-        self,
-        question: str,
-        options: RetrievalOptions,
-        prefer: Container[bytes] | None = None,
-        is_asked: bool = False,
+        self, question: str, options: RetrievalOptions, prefer: Container[bytes] | None = None, is_asked: bool = False
     ) -> Found:
         """Find chunks and cut them where they stop helping. Chunks to `prefer` come first among equal scores. If a
         person asks (`is_asked`), stop words and greetings alone find nothing. Raises KvtoolError."""

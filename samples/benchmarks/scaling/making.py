@@ -28,7 +28,7 @@ from kvtool.core.corpus.reading import Reading
 from kvtool.core.corpus.walk import FoundFile
 from kvtool.core.ingest.choices import Choices
 from kvtool.core.ingest.options import IngestOptions
-from kvtool.core.ingest.survey import ChangedFile, PreparedFile, Seen, prepare, survey
+from kvtool.core.ingest.survey import ChangedFile, PreparedFile, Seen, Survey, prepare
 from kvtool.core.session.identity import StoreIdentity
 
 CHUNKS = 10  # of a file
@@ -121,7 +121,7 @@ def _cut(path: Path, identity: StoreIdentity, tokenizer: Any) -> PreparedFile:
     status = path.stat()
     found = FoundFile(str(path), status.st_size, status.st_mtime_ns, status.st_ctime_ns)
     with Reading() as reading:
-        changed = survey(found, None, identity.settings_digest(), reading, Seen())
+        changed = Survey(identity.settings_digest(), reading, Seen(None)).look(found)
     assert isinstance(changed, ChangedFile)
     return prepare(changed, identity, tokenizer)
 
