@@ -18,11 +18,11 @@ from kvtool.core.cache.tables import Row
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.prefix_cache import decode_part, encode_part, named_states
 from kvtool.core.model.decoder import Decoder
-from tests.cli.working import CHUNKS, SHORT, Done, damages, kvtool, write_corpus
-from tests.families import save_tiny, tiny_model
+from tests.chaos.hybrids import FIRST, SECOND, ask, asked, make_hybrid
+from tests.cli.working import damages, kvtool
+from tests.families import tiny_model
 from tests.fusion.making import decoder_of, tokens
 
-FIRST, SECOND = "Who built the third mill?", "When was the second mill finished, and for whom?"
 Tensors = dict[str, torch.Tensor]
 
 
@@ -67,29 +67,12 @@ def test_states_that_are_no_layers(wrong: str, decoder: Decoder) -> None:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("hostile")
-    write_corpus(folder / "corpus", 3)
-    save_tiny("qwen3.5", folder / "model")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KVTOOL_HOME", str(folder / "home"))
-        exactly = ("--store-dtype", "float32", *CHUNKS)
-        kvtool("ingest", folder / "corpus", "--model", folder / "model", "--store", folder / "store", *exactly).fine()
-        ask(folder / "store", FIRST)
-    return folder
+    return make_hybrid(tmp_path_factory.mktemp("hostile"), FIRST)
 
 
 @pytest.fixture
 def store(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made / "store", tmp_path / "store"))
-
-
-def asked(store: Path, question: str, mode: str = "prefix") -> Done:
-    return kvtool("query", question, "--store", store, "--documents", "mill2.md", "--fusion", mode, *SHORT, "--json")
-
-
-def ask(store: Path, question: str, mode: str = "prefix") -> Done:
-    return asked(store, question, mode).fine()
 
 
 def stretch_in(store: Path) -> tuple[bytes, StretchInfo]:
@@ -183,7 +166,7 @@ def test_no_answer_is_made_of_what_is_no_number(side: str, number: float, store:
     for place in info.places:
         if place[0] == side:
             put(store, part_row(stretch, place, encode_part(spoiled(parts_of(store, stretch, place), number))))
-    again = asked(store, SECOND)
+    again = kvtool(*asked(store, SECOND, "prefix"))
     if side == "state":
         assert again.fine().json["answer"] == whole["answer"]
     else:
