@@ -25,7 +25,7 @@ from kvtool.core.upkeep.options import WHICH, ForgetOptions, ListOptions, PruneO
 if TYPE_CHECKING:
     from kvtool.core.cache.integrity import Damage
     from kvtool.core.cache.store import Store
-    from kvtool.core.upkeep.listing import DocumentRow, Row
+    from kvtool.core.upkeep.listing import ChunkRow, DocumentRow
     from kvtool.core.upkeep.prune import PruneReport
 
 Targets = Annotated[
@@ -48,28 +48,26 @@ _DIGITS = 12  # of an id, as elsewhere; `--json` has all of them
 @takes(
     ListOptions,
     StoreOptions,
-    examples=("store ls --sort used", 'store ls "reports/*.md" --chunks'),
+    examples=("store ls notes", 'store ls "reports/*.md" --chunks'),
 )
 def ls(run: Run, targets: Optional = None) -> None:
     """List documents, or their chunks."""
     from kvtool.core.cache.store import Store
-    from kvtool.core.upkeep.listing import list_documents, listed, parse_sort
+    from kvtool.core.upkeep.listing import list_documents, listed
 
     options = run.get(ListOptions)
-    sort = options.sort or "source"
-    parse_sort(sort)  # a wrong one is reported before the store is opened
     with Store.open(run.folder) as store, store.view():
-        documents, rows = list_documents(store, targets or (), sort, options.chunks)
+        documents = list_documents(store, targets or ())
         unfinished = len(store.unfinished_chunks())
 
     def show() -> None:
         if options.chunks:
-            run.out.table(_CHUNKS, map(_chunk, rows))
+            run.out.table(_CHUNKS, [_chunk(document, row) for document in documents for row in document.chunks])
         else:
             run.out.table(_DOCUMENTS, map(_document, documents))
 
-    run.out.result({} if run.out.human else listed(documents, rows), human=show)
-    if not rows:
+    run.out.result({} if run.out.human else listed(documents), human=show)
+    if not any(document.chunks for document in documents):
         run.out.status("the store holds no whole document")
     if unfinished:
         run.out.status(
@@ -77,27 +75,27 @@ def ls(run: Run, targets: Optional = None) -> None:
         )
 
 
-def _chunk(row: Row) -> tuple[object, ...]:
-    where = f"{row.document.source}[{row.start}:{row.end}]"
-    return row.id[:_DIGITS], row.tokens, _levels(row), row.bytes, _used(row), where + _more(row)
+def _chunk(document: DocumentRow, row: ChunkRow) -> tuple[object, ...]:
+    where = f"{document.source}[{row.start}:{row.end}]"
+    return row.id[:_DIGITS], row.tokens, _levels(row), row.bytes, _used(row), where + _more(document, row.pinned)
 
 
 def _document(row: DocumentRow) -> tuple[object, ...]:
-    where = as_named_here(row.document.source) + _more(row)
-    return row.chunks, row.tokens, _levels(row), row.bytes, _used(row), _time(row.document.modified, "", _DAY), where
+    where = as_named_here(row.source) + _more(row, row.pinned)
+    return len(row.chunks), row.tokens, _levels(row), row.bytes, _used(row), _time(row.modified, "", _DAY), where
 
 
-def _levels(row: Row | DocumentRow) -> str:
+def _levels(row: ChunkRow | DocumentRow) -> str:
     return " ".join(row.levels) or "none"
 
 
-def _used(row: Row | DocumentRow) -> str:
+def _used(row: ChunkRow | DocumentRow) -> str:
     return _time(row.last_used, "never", f"{_DAY} %H:%M")
 
 
-def _more(row: Row | DocumentRow) -> str:
-    made_by = f" (from {row.document.origin})" if row.document.origin else ""
-    return f"{' (pinned)' if row.pinned else ''}{made_by}"
+def _more(document: DocumentRow, pinned: bool) -> str:
+    made_by = f" (from {document.origin})" if document.origin else ""
+    return f"{' (pinned)' if pinned else ''}{made_by}"
 
 
 def _time(seconds: int | None, otherwise: str, form: str) -> str:

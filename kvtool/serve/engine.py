@@ -188,7 +188,7 @@ class Engine:
         from kvtool.core.upkeep.listing import list_documents, listed
 
         with Store.open(self.folder) as store:
-            documents: list[dict[str, Any]] = listed(*list_documents(store, [source] if source else ()))["documents"]
+            documents: list[dict[str, Any]] = listed(list_documents(store, [source] if source else ()))["documents"]
             return documents
 
     def search(self, question: str, options: RetrievalOptions) -> dict[str, Any]:

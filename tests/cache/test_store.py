@@ -22,11 +22,9 @@ from kvtool.core.cache.access_log import HALF_LIFE
 from kvtool.core.cache.entries import ChunkInfo, ChunkRef, DocumentEntry, FileEntry
 from kvtool.core.cache.integrity import verify
 from kvtool.core.cache.record import encode_record
-from kvtool.core.cache.space import folder_bytes
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.tree import DataFile
-from kvtool.core.cache.writer import Writer
-from kvtool.core.errors import KvtoolError, NoSpaceError, UsageError
+from kvtool.core.errors import KvtoolError, UsageError
 from tests.stores import (
     LAYERS,
     LEAD_IN,
@@ -260,25 +258,6 @@ def test_stats(tmp_path: Path) -> None:
     assert stats["bytes"] == stats["levels"]["raw"]["bytes"] == size
     assert 0 < stats["live_bytes"] <= stats["file_bytes"]
     assert stats["disk_free"] > 0
-
-
-def test_size_budget(tmp_path: Path) -> None:
-    with Store.create_or_open(tmp_path / "store") as store:
-        with store.writer(max_size=500_000) as pen, pytest.raises(NoSpaceError, match=r"budget of 0\.5 MB"):
-            _add_many(pen)
-        stats = store.stats()
-        assert 0 < stats["files"] < 100
-        assert stats["live_bytes"] <= 400_000 < folder_bytes(store.path) <= 500_000
-        for number in range(stats["files"]):
-            check_file(store, f"f{number}", dim=128)
-        with store.writer(max_size=1) as pen:
-            pen.remove_file("f0")  # freeing space is always allowed
-            pen.drop_chunks(store.chunk_ids())
-
-
-def _add_many(pen: Writer) -> None:
-    for number in range(100):
-        add_file(pen, f"f{number}", [f"f{number}.0", f"f{number}.1"], dim=128)
 
 
 def test_access_notes(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 from collections.abc import Callable
 from contextlib import closing
@@ -11,15 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
-from kvtool.cli.app import main
 from kvtool.core.cache.layout import read_uuid
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.errors import KvtoolError
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.session.session import Session
-from tests.chaos.invariants import ASKED, LOOK, Subject, copy, kvtool, size_of
-from tests.cli.working import write_corpus
+from tests.chaos.invariants import ASKED, LOOK, Subject, copy, size_of
+from tests.cli.working import kvtool, write_corpus
 from tests.families import save_tiny
 
 
@@ -46,14 +43,14 @@ class Bases:
             return made
         write_corpus(made.corpus, 3, 3)
         model = ("--model", subject.model)
-        kvtool("ingest", made.corpus, "--store", made.half, *model, *LOOK)
-        kvtool("store", "push", f"file://{made.half_tier}", "--store", made.half)
-        kvtool("ingest", subject.corpus, "--store", made.plain, *model, *LOOK)
-        kvtool("compress", "--fit", "--level", "4", "--store", made.plain, "--questions", "0")
+        kvtool("ingest", made.corpus, "--store", made.half, *model, *LOOK).fine()
+        kvtool("store", "push", f"file://{made.half_tier}", "--store", made.half).fine()
+        kvtool("ingest", subject.corpus, "--store", made.plain, *model, *LOOK).fine()
+        kvtool("compress", "--fit", "--level", "4", "--store", made.plain, "--questions", "0").fine()
         copy(subject.store, made.thinned)
-        kvtool("store", "rm", subject.corpus / "mill1.md", subject.corpus / "mill3.md", "--store", made.thinned)
-        hybrid = ("--model", save_tiny("qwen3.5", folder / "hybrid"), "--chunk-tokens", "64")
-        kvtool("ingest", made.corpus, "--store", made.states, *hybrid, "--store-dtype", "float32")  # exact answers
+        kvtool("store", "rm", subject.corpus / "mill1.md", subject.corpus / "mill3.md", "--store", made.thinned).fine()
+        hybrid = ("--model", save_tiny("qwen3.5", folder / "hybrid"), "--store-dtype", "float32")  # exact answers
+        kvtool("ingest", made.corpus, "--store", made.states, *hybrid, "--chunk-tokens", "64").fine()
         start_learning(made.half, made.learned.parent)
         learn(made.learned.parent, 0, 4)
         write_corpus(made.corpus, documents, 3)
@@ -100,17 +97,17 @@ class Work:
 
         Writer.commit_file = commit_file  # type: ignore[method-assign, assignment]
         store = folder / "store" if self.into == "store" else bases.subject.store
-        code, said = 0, io.StringIO()
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            try:
-                if self.does is not None:
-                    self.does(folder)
-                else:
-                    code = main([*map(str, self.words(bases, folder)), "--store", str(store)])
-            except KvtoolError as error:
-                code = error.exit_code
+        code, said = 0, ""
+        try:
+            if self.does is not None:
+                self.does(folder)
+            else:
+                done = kvtool(*self.words(bases, folder), "--store", store)
+                code, said = done.code, done.out + done.err
+        except KvtoolError as error:
+            code = error.exit_code
         if code:
-            raise Refused(code, said.getvalue())
+            raise Refused(code, said)
         return code
 
 

@@ -3,24 +3,19 @@ command leaves. An injured store may lack facts, and must not have others."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import io
-import json
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, redirect_stderr, redirect_stdout
+from contextlib import closing
 from dataclasses import dataclass, field
-from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
-from kvtool.cli.app import main
-from kvtool.core.cache.integrity import verify_here
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import LEVELS, NESTED
 from kvtool.core.errors import KvtoolError
@@ -33,8 +28,9 @@ from kvtool.core.query.reply import Request
 from kvtool.core.records.read import read_chunk
 from kvtool.core.session.identity import ProfileCache, store_identity
 from kvtool.core.session.session import Session
-from tests.cli.working import write_corpus
+from tests.cli.working import damages, kvtool, write_corpus
 from tests.families import save_tiny
+from tests.retrieval.conftest import tokenizer
 
 if TYPE_CHECKING:
     from tests.chaos.commands import Work
@@ -57,14 +53,6 @@ class Subject:
     pack: Path
 
 
-def kvtool(*args: object) -> None:
-    said = StringIO()
-    with redirect_stdout(said), redirect_stderr(said):
-        code = main([str(arg) for arg in args])
-    if code:
-        raise RuntimeError(f"kvtool {' '.join(map(str, args))}: exit {code}\n{said.getvalue()}")
-
-
 def make_subject(folder: Path, model: str | None = None, documents: int = 6, paragraphs: int = 3) -> Subject:
     """Make raw, lossless and all lossy records, index, vectors, profile and gate result; and a shared store of it."""
     os.environ["KVTOOL_HOME"] = str(folder / "home")
@@ -74,28 +62,22 @@ def make_subject(folder: Path, model: str | None = None, documents: int = 6, par
     words = folder / "words"
     save_words(words)
     store = ("--store", made.store)
-    kvtool("ingest", made.corpus, *store, "--model", made.model, "--embedder", words, *LOOK)
-    kvtool("compress", "--fit", "--level", "1", "2", "3", "4", *store, "--questions", "0")
-    kvtool("compress", "--level", "lossless", *store, "--questions", "0")
+    kvtool("ingest", made.corpus, *store, "--model", made.model, "--embedder", words, *LOOK).fine()
+    kvtool("compress", "--fit", "--level", "1", "2", "3", "4", *store, "--questions", "0").fine()
+    kvtool("compress", "--level", "lossless", *store, "--questions", "0").fine()
     for question in QUESTIONS:
-        kvtool("query", question, *store, "--max-tokens", "1")
-    kvtool("store", "push", f"file://{made.tier}", *store)
-    kvtool("store", "export", made.pack, *store)
+        kvtool("query", question, *store, "--max-tokens", "1").fine()
+    kvtool("store", "push", f"file://{made.tier}", *store).fine()
+    kvtool("store", "export", made.pack, *store).fine()
     return made
 
 
 def save_words(path: Path) -> None:
     """An embedding model of few words, each with a direction of its own."""
-    import numpy as np
     from model2vec import StaticModel
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
 
     words = "[UNK] [PAD] mill built baker flour grinds first second third fourth fifth sixth".split()
-    made = Tokenizer(WordLevel({word: at for at, word in enumerate(words)}, unk_token="[UNK]"))
-    made.pre_tokenizer = Whitespace()
-    StaticModel(np.eye(len(words), dtype=np.float32) + 0.05, made).save_pretrained(path)
+    StaticModel(np.eye(len(words), dtype=np.float32) + 0.05, tokenizer(words)).save_pretrained(path)
 
 
 def decoder_of(subject: Subject) -> object:
@@ -267,13 +249,10 @@ def compare(truth: Facts, found: Facts) -> tuple[list[str], int]:
 
 
 def verified(path: Path) -> list[str]:
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        try:
-            verify_here(str(path), "1")
-        except KvtoolError as error:
-            return [error.message]
-    return [json.loads(line)["reason"] for line in said.getvalue().splitlines()]
+    try:
+        return damages(path)
+    except KvtoolError as error:
+        return [error.message]
 
 
 def pulled(tier: Path, to: Path) -> list[str]:
@@ -333,13 +312,11 @@ def _is_made(path: Path) -> bool:
 def _answered(folder: Path, wrong: list[str]) -> str:
     """An answer from a copy, which keeps nothing of it."""
     asked = copy(folder / "store", folder.parent / "asked")
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main([*ASKED, "--store", str(asked), "--set", "load.state_cache_size=0", "--json"])
-    if code or "damaged" in err.getvalue():
-        wrong.append(f"exit {code}: {(out.getvalue() + err.getvalue())[-400:]}")
+    done = kvtool(*ASKED, "--store", asked, "--set", "load.state_cache_size=0", "--json")
+    if done.code or "damaged" in done.err:
+        wrong.append(f"exit {done.code}: {(done.out + done.err)[-400:]}")
         return ""
-    return str(json.loads(out.getvalue())["answer"])
+    return str(done.json["answer"])
 
 
 def _things(path: Path, wrong: list[str]) -> tuple[dict[str, str], list[str]]:

@@ -15,7 +15,6 @@ import lmdb
 import pytest
 
 from kvtool.core.cache import layout, tables
-from kvtool.core.cache import store as store_module
 from kvtool.core.cache.access_log import read_served
 from kvtool.core.cache.integrity import find_damage, repair, verify
 from kvtool.core.cache.record import Kind, seal
@@ -46,6 +45,10 @@ def overwrite(path: Path, table: bytes, key: bytes, value: bytes | None) -> None
 
     with Store.open(path) as store:
         store.environment.write(apply, 0)
+
+
+def flip(path: Path, table: bytes, key: bytes, at: int) -> None:
+    overwrite(path, table, key, flip_bit(stored(path, table, key), at))
 
 
 def stored(path: Path, table: bytes, key: bytes) -> bytes:
@@ -86,8 +89,7 @@ def test_swapped_records_are_damage(path: Path, other: tuple[str, int]) -> None:
 
 
 def test_writing_a_record_again_replaces_a_damaged_one(path: Path) -> None:
-    key = tables.record_key(id_of("f0.0"), "raw", 1)
-    overwrite(path, tables.RECORDS, key, flip_bit(stored(path, tables.RECORDS, key), 500))
+    flip(path, tables.RECORDS, tables.record_key(id_of("f0.0"), "raw", 1), 500)
     with Store.open(path) as store:
         assert store.has_chunk(id_of("f0.0"))
         with store.writer() as pen:
@@ -131,8 +133,7 @@ def _check_repair(path: Path, table: bytes, dropped: bool) -> None:
 
 
 def test_repair_removes_documents_of_a_damaged_file(path: Path) -> None:
-    key = tables.name_key("f0")
-    overwrite(path, tables.FILES, key, flip_bit(stored(path, tables.FILES, key), 70))
+    flip(path, tables.FILES, tables.name_key("f0"), 70)
     with Store.open(path) as store, store.writer() as pen:
         repair(store, pen, find_damage(store, Fraction(1)))
         with store.snapshot() as snapshot:
@@ -141,7 +142,7 @@ def test_repair_removes_documents_of_a_damaged_file(path: Path) -> None:
 
 def test_damaged_chunk_description_is_a_miss(path: Path) -> None:
     key = id_of("f0.0")
-    overwrite(path, tables.CHUNKS, key, flip_bit(stored(path, tables.CHUNKS, key), 80))
+    flip(path, tables.CHUNKS, key, 80)
     with Store.open(path) as store:
         assert not store.has_chunk(key)
         with pytest.raises(DamagedError):
@@ -149,8 +150,7 @@ def test_damaged_chunk_description_is_a_miss(path: Path) -> None:
 
 
 def test_damaged_document_stops_garbage_collection(path: Path) -> None:
-    key = tables.name_key("f0")
-    overwrite(path, tables.DOCUMENTS, key, flip_bit(stored(path, tables.DOCUMENTS, key), 80))
+    flip(path, tables.DOCUMENTS, tables.name_key("f0"), 80)
     with Store.open(path) as store, store.writer() as pen:
         with pytest.raises(DamagedError):
             pen.collect()
@@ -234,8 +234,7 @@ def test_damaged_meta_pages_are_refused(path: Path) -> None:
 @pytest.mark.parametrize(("key", "helps"), [(tables.STORE_KEY, layout.REBUILD), (tables.REVISION_KEY, layout.REPAIR)])
 def test_damaged_store_name_or_revision_names_the_way_out(path: Path, key: bytes, helps: str) -> None:
     """The store's own name, and its revision: without either nothing of it is answered."""
-    value = stored(path, tables.META, key)
-    overwrite(path, tables.META, key, flip_bit(value, len(value) // 2))
+    flip(path, tables.META, key, len(stored(path, tables.META, key)) // 2)
     with pytest.raises(DamagedError) as error, Store.open(path) as store:
         store.revision()
     assert error.value.hint == helps
@@ -408,7 +407,7 @@ def test_garbage_in_lock_files_is_ignored(tmp_path: Path) -> None:
 def test_read_only_store_is_read_and_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_store(tmp_path / "store")
     before = {entry: entry.stat().st_mtime_ns for entry in path.rglob("*")}
-    monkeypatch.setattr(store_module.os, "access", lambda place, mode: False)
+    monkeypatch.setattr(os, "access", lambda place, mode: False)
     with Store.open(path) as store:
         assert store.read_only
         check_file(store, "f0")

@@ -1,6 +1,6 @@
 """Models that keep states, in trouble: concurrent processes, full disks, prunes, merges, talks.
 
-Kills are among the commands of `harness/works.py`; what is wrong under a right digest is in
+Kills are among the commands of `commands.py`; what is wrong under a right digest is in
 `tests/query/test_recurrent.py`.
 """
 
@@ -19,26 +19,13 @@ import torch
 import kvtool as package
 from kvtool.core.cache.store import Store
 from kvtool.core.query.reply import Request
+from tests.chaos.hybrids import FIRST, SECOND, ask, asked, ingest, make_hybrid
 from tests.chaos.processes import limit_files, start_kvtool
-from tests.cli.working import CHUNKS, SHORT, Done, damages, emptied, kvtool, write_corpus
+from tests.cli.working import CHUNKS, damages, emptied, kvtool, write_corpus
 from tests.families import save_tiny
 from tests.serve.conftest import KEY, serving
 
-FIRST, SECOND = "Who built the third mill?", "When was the second mill finished, and for whom?"
 FAMILIES = ("qwen3-next", "qwen3.5", "bamba", "lfm2", "falcon-h1")
-
-
-def ingest(folder: Path, store: Path, *more: object) -> Done:
-    return kvtool("ingest", folder / "corpus", "--model", folder / "model", "--store", store, *CHUNKS, *more)
-
-
-def asked(store: Path, question: str, mode: str, *more: object, document: str = "mill2.md") -> list[object]:
-    words = ["query", question, "--store", store, "--documents", document, "--fusion", mode, *SHORT, "--json"]
-    return [*words, *more]
-
-
-def ask(store: Path, question: str, mode: str, *more: object, document: str = "mill2.md") -> Done:
-    return kvtool(*asked(store, question, mode, *more, document=document)).fine()
 
 
 def stretches(store: Path) -> dict[str, int]:
@@ -48,14 +35,7 @@ def stretches(store: Path) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("hybrids")
-    write_corpus(folder / "corpus", 4)
-    save_tiny("qwen3.5", folder / "model")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KVTOOL_HOME", str(folder / "home"))
-        ingest(folder, folder / "store", "--store-dtype", "float32").fine()
-    return folder
+    return make_hybrid(tmp_path_factory.mktemp("hybrids"))
 
 
 @pytest.fixture

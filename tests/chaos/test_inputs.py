@@ -14,6 +14,7 @@ import pytest
 from kvtool.core.corpus import walk
 from kvtool.core.corpus.walk import Skip
 from kvtool.core.ingest import survey
+from tests.chaos.test_space import fail
 from tests.cli.working import (
     QUESTION,
     SHORT,
@@ -223,7 +224,6 @@ def test_query_longer_than_the_context(store: Path) -> None:
 @pytest.mark.parametrize("question", ["", "   ", "\n\t"])
 def test_query_of_an_empty_question(question: str, store: Path) -> None:
     kvtool("query", question, "--store", store).failed(2)
-    kvtool("query", "-", "--store", store, stdin=question.encode()).failed(2)
 
 
 @pytest.mark.slow
@@ -236,13 +236,13 @@ def test_query_from_stdin(store: Path) -> None:
     assert "2 lines are one question" in both.err
 
 
-def test_query_from_stdin_that_is_not_utf8(store: Path) -> None:
-    kvtool("query", "-", "--store", store, stdin="방앗간".encode("cp949")).failed(2)
+def run_in_bash(script: str, *words: object) -> subprocess.CompletedProcess[str]:
+    line = " ".join(f"'{word}'" for word in command(*words))
+    return subprocess.run(["bash", "-c", script.format(line)], capture_output=True, text=True, env=environment())
 
 
 def test_query_from_a_closed_stdin(store: Path) -> None:
-    line = " ".join(f"'{word}'" for word in command("query", "-", "--store", store))
-    done = subprocess.run(["bash", "-c", f"{line} <&-"], capture_output=True, text=True, env=environment())
+    done = run_in_bash("{} <&-", "query", "-", "--store", store)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
     assert "bug" not in done.stderr
@@ -256,10 +256,7 @@ def test_query_of_lone_surrogates(store: Path) -> None:
 
 @pytest.mark.slow
 def test_query_into_a_closed_pipe(store: Path) -> None:
-    line = " ".join(f"'{word}'" for word in command("query", QUESTION, "--store", store, "--max-tokens", 50))
-    done = subprocess.run(
-        ["bash", "-c", f"set -o pipefail; {line} | true"], capture_output=True, text=True, env=environment()
-    )
+    done = run_in_bash("set -o pipefail; {} | true", "query", QUESTION, "--store", store, "--max-tokens", 50)
     assert done.returncode == 0
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
@@ -287,12 +284,8 @@ def test_query_without_space_for_notes(store: Path, monkeypatch: pytest.MonkeyPa
     shutil.rmtree(store / "index")
     shutil.rmtree(store / "gate")
     monkeypatch.setenv("KVTOOL_DISK_RESERVE", str(2**60))
-    monkeypatch.setattr(os, "fsync", _full)
+    monkeypatch.setattr(os, "fsync", fail)
     kvtool("query", QUESTION, "--store", store, *SHORT).fine()
-
-
-def _full(*args: object) -> None:
-    raise OSError(28, "No space left on device")
 
 
 @pytest.mark.parametrize(

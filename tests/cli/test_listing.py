@@ -79,27 +79,4 @@ def test_documents_are_listed_with_what_their_chunks_come_to(mixed: Path, corpus
         assert (line[4] == "never") == (one["last_used"] is None)
         assert one["last_used"] == max((chunk["last_used"] for chunk in chunks if chunk["last_used"]), default=None)
     assert lines["mill1.md"][2] == "raw 2"
-    assert list(document_lines(mixed, "mill4.md", "mill2.md", "--sort", "-source")) == ["mill4.md", "mill2.md"]
-
-
-@pytest.mark.some(2)
-@pytest.mark.parametrize("sort", ["used", "-tokens", "bytes", "-source", "level"])
-def test_in_an_order(sort: str, mixed: Path) -> None:
-    said = kvtool("store", "ls", "--chunks", "--store", mixed, "--sort", sort).fine().out
-    told = [line.split() for line in said.splitlines()]
-    rows = {row["id"][:12]: row for row in listed(mixed)}
-    found = [rows[line[0]] for line in told[1:]]
-    assert len(found) == len(rows)
-    keys = {
-        "used": lambda row: row["last_used"] is None,
-        "tokens": lambda row: row["tokens"],
-        "bytes": lambda row: row["bytes"],
-        "source": lambda row: row["source"],
-        "level": lambda row: not row["levels"],
-    }
-    values = [keys[sort.removeprefix("-")](row) for row in found]
-    assert values == sorted(values, reverse=sort.startswith("-"))
-
-
-def test_an_order_that_there_is_not_is_a_usage_error(tmp_path: Path) -> None:
-    kvtool("store", "ls", "--store", tmp_path, "--sort", "xyz").failed(2, "known:")
+    assert list(document_lines(mixed, "mill4.md", "mill2.md")) == ["mill2.md", "mill4.md"]

@@ -20,7 +20,8 @@ def test_a_pipe_without_a_question(store: Path) -> None:
     for nothing in (b"", b" \n"):
         kvtool("query", "--store", store, stdin=nothing).failed(2, "no question was given", 'kvtool query "Who')
     process("query", "--store", store).failed(2, "no question was given")
-    kvtool("query", "--store", store, stdin=b"\xff\xfe").failed(2, "not UTF-8")
+    for words, other in (((), b"\xff\xfe"), (("-",), "방앗간".encode("cp949"))):
+        kvtool("query", *words, "--store", store, stdin=other).failed(2, "not UTF-8")
 
 
 def test_a_batch_does_not_read_a_pipe(store: Path, tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kvtool.core.cache import access_log, layout, record
+from kvtool.core.cache import access_log as notes
+from kvtool.core.cache import layout, record
 from kvtool.core.cache import side_files as sides
 from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry
 from kvtool.core.cache.pages import newest_meta, parse_page
@@ -249,15 +250,15 @@ def side_files(data: bytes) -> None:
         list(sides.damaged_files(store.path))
         for log in (layout.ACCESS_FILE, layout.SERVED_FILE):
             (store.path / log).write_bytes(data)
-        access_log.read_log(store.path)
-        access_log.read_served(store.path)
+        notes.read_log(store.path)
+        notes.read_served(store.path)
 
 
 def _side_seeds() -> list[bytes]:
     value = {"format": 1, "rows": [1, 2.5, None, "x"]}
     line = json.dumps({"digest": sides.json_digest(value), **value}).encode()
-    note = access_log._line(f"{id_of('f0.0').hex()} 1700000000".encode())
-    return [line, line + b"\n" + line, note * 3, access_log._line(b"1 2 3")]
+    note = notes._line(f"{id_of('f0.0').hex()} 1700000000".encode())
+    return [line, line + b"\n" + line, note * 3, notes._line(b"1 2 3")]
 
 
 def index_tables(data: bytes) -> None:

@@ -215,11 +215,11 @@ def test_options_that_were_made_before_are_asked_with(store: Path) -> None:
 
 def test_a_store_is_searched_and_listed_without_a_model(store: Path) -> None:
     with package.open(store) as opened:
-        report, documents, stats = opened.search(QUESTION, top_k=2), opened.documents(sort="-source"), opened.stats()
+        report, documents, stats = opened.search(QUESTION, top_k=2), opened.documents(), opened.stats()
         assert opened._session is None
-    by_command = kvtool("search", QUESTION, "--top-k", 2, "--store", store, "--json").fine().json
+    by_command = command("search", QUESTION, "--top-k", 2, "--store", store, "--json").fine().json
     assert {"schema": by_command["schema"], **report.to_json()} == by_command
-    assert documents == listing(store)[::-1]
+    assert documents == listing(store)
     assert stats["documents"] == len(documents)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +19,8 @@ WORDS = ["[UNK]", "[PAD]", "mill", "grinder", "river", "stream", "bread", "loaf"
 MEANINGS = np.array([[0.1] * 4, [0.0] * 4, *np.repeat(np.eye(4)[:3], 2, axis=0)], np.float32)
 
 
-def tokenizer() -> Tokenizer:
-    made = Tokenizer(WordLevel({word: at for at, word in enumerate(WORDS)}, unk_token="[UNK]"))
+def tokenizer(words: Sequence[str] = WORDS) -> Tokenizer:
+    made = Tokenizer(WordLevel({word: at for at, word in enumerate(words)}, unk_token="[UNK]"))
     made.pre_tokenizer = Whitespace()
     return made
 

@@ -128,12 +128,12 @@ class Cache(SharedSession):
             return search(store, finder, question, retrieval)
 
     @synchronized()
-    def documents(self, *targets: str | Path, sort: str = "source") -> list[dict[str, Any]]:
+    def documents(self, *targets: str | Path) -> list[dict[str, Any]]:
         """List documents as `store ls --json` does: all, or those that a path, folder, glob or chunk id selects."""
         from kvtool.core.upkeep.listing import list_documents, listed
 
         with self._exclusive_folder() as folder, Store.open(folder) as store:
-            documents: list[dict[str, Any]] = listed(*list_documents(store, [*map(str, targets)], sort))["documents"]
+            documents: list[dict[str, Any]] = listed(list_documents(store, [*map(str, targets)]))["documents"]
             return documents
 
     @synchronized()

@@ -1,12 +1,4 @@
-"""Lock-free logs of readers: which chunks were used when, and how many chunks questions found and missed.
-
-Each note is one line that ends in a checksum, appended in one ``O_APPEND`` write, so that lines of
-several processes do not mix.
-
-The uses of a chunk make its LRFU score (Lee et al., IEEE Transactions on Computers 50(12), 2001, section 3): every use
-counts for half as much after `HALF_LIFE`. The score is the time at which a single use would count for as much as all
-uses together. It does not change as time passes, so scores of any age are compared without a clock.
-"""
+"""Lock-free logs of readers: which chunks were used when, and how many chunks questions found and missed."""
 
 from __future__ import annotations
 
@@ -74,7 +66,8 @@ class Served(NamedTuple):
 
 
 class UseLog:
-    """The notes of one reader, which writes them many at a time; none if it is not `enabled`."""
+    """The notes of one reader, which writes them many at a time; none if it is not `enabled`. Each is one line that
+    ends in a checksum, appended in one ``O_APPEND`` write, so that lines of several processes do not mix."""
 
     def __init__(self, root: Path, enabled: bool) -> None:
         self._root = root
@@ -155,6 +148,12 @@ def read_served(root: Path) -> Served:
 
 
 def combine_scores(score: float, other: float) -> float:
-    """Combine two scores or times of use, in seconds since 1970; 0: never used."""
+    """Combine two LRFU scores (Lee et al., IEEE Transactions on Computers 50(12), 2001, section 3), or times of use, in
+    seconds since 1970; 0: never used.
+
+    Every use of a chunk counts for half as much after `HALF_LIFE`. The score is the time at which a single use would
+    count for as much as all uses together. It does not change as time passes: scores of any age are compared without a
+    clock.
+    """
     low, high = sorted((score, other))
     return high + HALF_LIFE * math.log2(1 + 2 ** ((low - high) / HALF_LIFE)) if low > 0 else high

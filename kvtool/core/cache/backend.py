@@ -1,7 +1,4 @@
-"""Protocol of a remote backend of a local store: a read fetches the records from it that the store lacks.
-
-:attr:`Store.link` is one, or None for a store that is only a folder: callers test for that, never for a class.
-"""
+"""Protocol of a remote backend of a local store."""
 
 from __future__ import annotations
 
@@ -62,7 +59,9 @@ class Stream(Protocol):
 
 
 class RemoteBackend(Protocol):
-    """Remote backend of a store; after a failure it offers nothing more. `timeout`: seconds to wait for a value."""
+    """Remote backend of a local store: a read fetches the records from it that the store lacks; after a failure it
+    offers nothing more. `timeout`: seconds to wait for a value. Callers test whether :attr:`ChunkReader.link` is one or
+    None, never for a class."""
 
     timeout: float
 

@@ -1,3 +1,5 @@
+"""The tables of chunks as they are read, here and in a remote backend."""
+
 from __future__ import annotations
 
 import contextlib
@@ -12,7 +14,7 @@ from kvtool.core.cache.environment import StoreConnection
 from kvtool.core.cache.identity import FEWEST_DIGITS, ID_BYTES, Origin, chunks_named, is_id
 from kvtool.core.cache.record import DIGEST_BYTES, HEADER_BYTES, Allocator, Kind, aligned, payload_part
 from kvtool.core.cache.tables import origin_in
-from kvtool.core.cache.transaction import Snapshot
+from kvtool.core.cache.transaction import Snapshot, value_or_damage
 from kvtool.core.codec.levels import MAKER, level_of
 from kvtool.core.common.machine import Arithmetic
 from kvtool.core.errors import DamagedError, KvtoolError
@@ -158,10 +160,7 @@ def read_record(
 ) -> KVRead | KvtoolError | None:
     if data is None or isinstance(data, DamagedError):
         return data
-    try:
-        return tables.open_record(chunk_id, level, layer, data)
-    except DamagedError as error:
-        return error
+    return value_or_damage(tables.open_record, chunk_id, level, layer, data)
 
 
 def _info_of(snapshot: Snapshot, chunk_id: bytes) -> ChunkInfo | None:

@@ -52,8 +52,8 @@ class DocumentEntry:
         with reading("document"):
             value = _unpack(data)
             chunks = tuple(ChunkRef(bytes.fromhex(i), int(s), int(e), int(n)) for i, s, e, n in value["chunks"])
-            marks = tuple(Mark(int(start), _place(position)) for start, position in value.get("marks", ()))
-            return cls(_text(value["source"]), _text(value["kind"]), _text(value["text"]), chunks, marks)
+            marks = tuple(Mark(int(start), _of_kind(position, int | str)) for start, position in value.get("marks", ()))
+            return cls(_of_kind(value["source"]), _of_kind(value["kind"]), _of_kind(value["text"]), chunks, marks)
 
     def place(self, start: int, end: int) -> Place:
         return place_of(self.text, self.marks, start, end)
@@ -82,16 +82,10 @@ class FileEntry:
     def from_bytes(cls, data: bytes | memoryview) -> FileEntry:
         with reading("file entry"):
             value = _unpack(data)
-            return cls(
-                path=_text(value["path"]),
-                size=int(value["size"]),
-                mtime_ns=int(value["mtime_ns"]),
-                digest=_text(value["digest"]),
-                settings=_text(value["settings"]),
-                documents=tuple(_text(item) for item in value["documents"]),
-                notes=tuple(_text(item) for item in value["notes"]),
-                origin=origin_of(value.get("origin")),
-            )
+            path, digest, settings = (_of_kind(value[name]) for name in ("path", "digest", "settings"))
+            documents, notes = (tuple(map(_of_kind, value[name])) for name in ("documents", "notes"))
+            size, mtime_ns = int(value["size"]), int(value["mtime_ns"])
+            return cls(path, size, mtime_ns, digest, settings, documents, notes, origin_of(value.get("origin")))
 
 
 _CHUNK = struct.Struct("<IIII")  # token ids, lead-in bytes, layers, sensitivity bytes
@@ -149,16 +143,7 @@ class ChunkSpec:
         return ChunkInfo(self.ids, self.lead_in, layers, sensitivity, arithmetic)
 
 
-_TROUBLE = (
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    OverflowError,
-    RecursionError,
-    struct.error,
-    zstandard.ZstdError,
-)
+_TROUBLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, struct.error, zstandard.ZstdError)
 
 
 @contextmanager
@@ -170,15 +155,9 @@ def reading(what: str) -> Iterator[None]:
         raise DamagedError(f"a stored {what} cannot be read: {type(error).__name__}") from error
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError("not a string")
-    return value
-
-
-def _place(value: Any) -> int | str:
-    if not isinstance(value, int | str):
-        raise TypeError("neither a line nor a name")
+def _of_kind(value: Any, kinds: Any = str) -> Any:
+    if not isinstance(value, kinds):
+        raise TypeError("not of its kind")
     return value
 
 

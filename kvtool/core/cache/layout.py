@@ -1,4 +1,4 @@
-"""Layout of a store's folder, and writing of its small files.
+"""Layout of a store's folder, writing of its small files, and the disk space for all of them.
 
 ::
 
@@ -30,7 +30,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvtool.core.cache.space import FULL, SMALL_FILE, check_file
+from kvtool.core.cache.space import FULL, check_file
 from kvtool.core.common.files import TEMPORARY as TEMPORARY
 from kvtool.core.common.files import make_folder as make_folder
 from kvtool.core.common.files import replace_file
@@ -50,6 +50,7 @@ FORMAT = 1
 STORE_FILE, CURRENT_FILE, LOCK_FILE, HOLDER_FILE = "store.json", "current", "writer.lock", "writer.json"
 ACCESS_FILE, SERVED_FILE, DATA_FOLDER = "access.log", "served.log", "data"
 REMOTE_FOLDER = "remote"  # of the local cache of a shared store
+_MOST_READ = 64 * 1024  # of a small file
 _GENERATION = re.compile(r"gen-[1-9][0-9]{0,8}")
 REPAIR = "run `kvtool store verify --repair`, then ingest again"
 REBUILD = "restore the folder from a copy, or ingest into a new store"
@@ -71,7 +72,7 @@ def read_small(path: Path) -> bytes:
     if not stat.S_ISREG(path.lstat().st_mode):
         raise StoreFormatError(f"{path} is not a regular file", REBUILD)
     with path.open("rb") as file:
-        return file.read(SMALL_FILE)
+        return file.read(_MOST_READ)
 
 
 def read_uuid(root: Path) -> str:

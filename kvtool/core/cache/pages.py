@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from kvtool.core.cache.layout import REBUILD
 from kvtool.core.errors import DamagedError, StoreFormatError
@@ -114,13 +113,25 @@ class Branch:
     children: list[int]
 
 
+class Value(NamedTuple):
+    """Where a value begins in the page `data`, its size, and whether it has separate pages, whose first is there."""
+
+    data: bytes
+    start: int
+    size: int
+    big: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """Keys and, for each, where its value begins in the page `data`, its size, and whether it has separate pages."""
+    """Keys and, for each, all of its `Value` but the page."""
 
     keys: list[bytes]
-    values: list[tuple[int, int, bool]]
+    places: list[tuple[int, int, bool]]
     data: bytes
+
+    def value(self, at: int) -> Value:
+        return Value(self.data, *self.places[at])
 
 
 def parse_page(page: int, data: bytes, ordered: bool = True) -> Branch | Leaf:
@@ -132,42 +143,28 @@ def parse_page(page: int, data: bytes, ordered: bool = True) -> Branch | Leaf:
     if not _HEADER.size <= lower <= upper <= len(data) or lower % 2:
         raise DamagedError(f"page {page} of the index has bounds that cannot be")
     pointers = struct.unpack_from(f"={(lower - _HEADER.size) // 2}H", data, _HEADER.size)
-    read: Callable[..., Branch | Leaf] = _read_branch if flags == _BRANCH else _read_leaf
     try:
-        node = read(data, pointers, upper)
-        keys = node.keys[1:] if isinstance(node, Branch) else node.keys
-        if ordered and any(before >= after for before, after in pairwise(keys)):
+        nodes = [(at + _NODE.size, *_NODE.unpack_from(data, at)) for at in pointers]  # each with its key's place
+        keys = [data[at : at + length] for at, _, _, _, length in nodes]
+        node: Branch | Leaf
+        if flags == _BRANCH:
+            if not nodes:
+                raise ValueError("a branch without children")
+            ends = [at + length for at, _, _, _, length in nodes]
+            children = [low | middle << 16 | high << 32 for _, low, middle, high, _ in nodes]
+            node, compared = Branch(keys, children), keys[1:]
+        else:
+            if any(kind not in (0, _BIG) for _, _, _, kind, _ in nodes):
+                raise ValueError("a value of a kind that is not used here")
+            values = [(at + length, low | high << 16, bool(kind)) for at, low, high, kind, length in nodes]
+            ends = [start + (NUMBER.size if big else size) for start, size, big in values]
+            node, compared = Leaf(keys, values, data), keys
+        _check_layout(data, pointers, ends, upper)
+        if ordered and any(before >= after for before, after in pairwise(compared)):
             raise ValueError("its keys are not in order")
         return node
     except (ValueError, struct.error) as error:
         raise DamagedError(f"page {page} of the index is damaged: {error}") from error
-
-
-def _read_branch(data: bytes, pointers: tuple[int, ...], upper: int) -> Branch:
-    keys, children, ends = [], [], []
-    for at in pointers:
-        low, middle, high, length = _NODE.unpack_from(data, at)
-        keys.append(data[at + _NODE.size : at + _NODE.size + length])
-        children.append(low | middle << 16 | high << 32)
-        ends.append(at + _NODE.size + length)
-    if not children:
-        raise ValueError("a branch without children")
-    _check_layout(data, pointers, ends, upper)
-    return Branch(keys, children)
-
-
-def _read_leaf(data: bytes, pointers: tuple[int, ...], upper: int) -> Leaf:
-    keys, values, ends = [], [], []
-    for at in pointers:
-        low, high, flags, length = _NODE.unpack_from(data, at)
-        if flags not in (0, _BIG):
-            raise ValueError("a value of a kind that is not used here")
-        start, size = at + _NODE.size + length, low | high << 16
-        keys.append(data[at + _NODE.size : start])
-        values.append((start, size, bool(flags)))
-        ends.append(start + (NUMBER.size if flags else size))
-    _check_layout(data, pointers, ends, upper)
-    return Leaf(keys, values, data)
 
 
 def _check_layout(data: bytes, starts: tuple[int, ...], ends: list[int], upper: int) -> None:

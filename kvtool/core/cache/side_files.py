@@ -1,4 +1,4 @@
-"""Side files next to the records: tables of the retrieval index, and small JSON. Each carries a digest.
+"""Side files next to the records: tables of the retrieval index, small JSON, and logs of use, each with digests.
 
 A table ends in 24 bytes: ``kvtool`` with two bytes of format, and xxh3-128 over all before the digest. It is checked
 when a process maps it for the first time: after that it is mapped memory like the rest. A JSON object has its digest in

@@ -1,9 +1,4 @@
-"""Stretches of answered prompts: what a model that keeps states computed of them, for the next same beginning.
-
-A stretch is a checkpoint of one segment of a prompt, computed after all segments before it: keys and values of the
-layers that have some, and the states after its last token. Its name is a digest of all token ids from the prompt's
-beginning to its end. Its table has a description under its id, and one part for each layer and side.
-"""
+"""Stretches of answered prompts: rows of what a model that keeps states computed of them."""
 
 from __future__ import annotations
 
@@ -30,7 +25,10 @@ _MOST_COUNT = 2**62
 
 @dataclass(frozen=True, slots=True)
 class StretchInfo:
-    """Describes a stretch whose parts are all stored.
+    """Describes a stretch whose parts are all stored: a checkpoint of one segment of an answered prompt, computed after
+    all segments before it, for the next prompt of the same beginning. It has keys and values of the layers that have
+    some, and the states after its last token. Its name is a digest of all token ids from the prompt's beginning to its
+    end. Its table has this description under its id, and one part for each layer and side.
 
     `start`: its first token's position. `rows`: layers of which keys and values are stored; `states`: layers whose
     state after it is stored; none: no prompt can continue from it, but a later stretch needs it. `own`: the prompt

@@ -114,10 +114,6 @@ def meta_row(key: bytes, value: Mapping[str, Any]) -> Row:
     return META, key, seal(key, Kind.MANIFEST, dump_json(value))
 
 
-def profile_row(digest: bytes, data: bytes) -> Row:
-    return PROFILES, digest, seal(digest, Kind.PROFILE, data)
-
-
 def file_row(entry: FileEntry) -> Row:
     key = name_key(entry.path)
     return FILES, key, seal(key, Kind.FILE, entry.to_bytes())

@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Self, TypeAlias
+from typing import ParamSpec, Self, TypeAlias, TypeVar
 
 import lmdb
 
 from kvtool.core.cache.layout import REPAIR
-from kvtool.core.cache.pages import META_PAGES
+from kvtool.core.cache.pages import META_PAGES, Value
 from kvtool.core.cache.record import Allocator, Kind, unseal
-from kvtool.core.cache.tree import Found, Tree, damaged_pages
+from kvtool.core.cache.tree import Tree, damaged_pages
 from kvtool.core.errors import DamagedError
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Transaction: TypeAlias = "lmdb.Transaction[memoryview]"
 
 
@@ -67,36 +68,21 @@ class Snapshot:
     ) -> Iterator[memoryview | DamagedError | None]:
         """Yield copies of many values: each is looked up once, and read ahead while others are copied if it is not in
         memory. `before` is called with the number of each before it is copied."""
-        entries = [self._found(table + key) for key in keys]
-        is_ahead = False
+        entries = [value_or_damage(self._tree.find, table + key) for key in keys]
+        later = iter([entry for entry in entries if isinstance(entry, Value)])
 
-        def read_ahead(number: int) -> None:
-            nonlocal is_ahead
-            if is_ahead:  # the kernel reads all of them already
-                return
-            is_ahead = True
-            for entry in entries[number + 1 :]:
-                if isinstance(entry, tuple):
-                    with contextlib.suppress(DamagedError):
-                        self._tree.will_need(entry)
+        def read_ahead() -> None:
+            for entry in later:  # once: then the kernel reads all of them already
+                with contextlib.suppress(DamagedError):
+                    self._tree.will_need(entry)
 
         for number, entry in enumerate(entries):
-            if entry is None or isinstance(entry, DamagedError):
+            if isinstance(entry, Value):
+                next(later, None)
+                before(number)
+                yield value_or_damage(self._tree.value, entry, allocate=allocate, waits=read_ahead)
+            else:
                 yield entry
-                continue
-            before(number)
-            value: memoryview | DamagedError
-            try:
-                value = self._tree.value(entry, allocate=allocate, waits=partial(read_ahead, number))
-            except DamagedError as error:
-                value = error
-            yield value
-
-    def _found(self, key: bytes) -> Found | DamagedError | None:
-        try:
-            return self._tree.find(key)
-        except DamagedError as error:
-            return error
 
     def has(self, table: bytes, key: bytes) -> bool:
         return self._tree.find(table + key) is not None
@@ -126,6 +112,13 @@ class Snapshot:
         """Bytes of the pages in use, LMDB's two meta pages included; free pages do not count."""
         count = self._tree.meta.counts[1]
         return (META_PAGES + count.branches + count.leaves + count.beside) * self._tree.meta.page_size
+
+
+def value_or_damage(read: Callable[P, T], *args: P.args, **options: P.kwargs) -> T | DamagedError:
+    try:
+        return read(*args, **options)
+    except DamagedError as error:
+        return error
 
 
 def checked_payload(key: bytes, kind: Kind, data: memoryview, what: str) -> memoryview:

@@ -1,4 +1,4 @@
-"""B+tree of LMDB, read out of the file, each page checked before it is believed; and the check of a whole file.
+"""B+tree of LMDB, read out of the file by snapshots, each page checked before it is believed; and a whole file's check.
 
 LMDB has no checksum over its pages: of one flipped bit in the header of a page or a node it dies (SIGSEGV, SIGBUS), and
 takes the process with it. So keys are looked up here, in pages that are read like any other part of a file; a value is
@@ -17,7 +17,7 @@ from contextlib import closing
 from pathlib import Path
 
 from kvtool.core.cache.layout import REBUILD
-from kvtool.core.cache.pages import NUMBER, Branch, Counts, Leaf, Meta, meta_of, newest_meta, parse_page
+from kvtool.core.cache.pages import NUMBER, Branch, Counts, Leaf, Meta, Value, meta_of, newest_meta, parse_page
 from kvtool.core.cache.record import Allocator, aligned
 from kvtool.core.errors import DamagedError, KvtoolError, StoreFormatError
 
@@ -31,8 +31,6 @@ _BRANCHES = 16384  # those of some million chunks: where they were not all kept,
 _NOW = getattr(os, "RWF_NOWAIT", 0)  # Linux: read what is in memory, and wait for nothing
 _FREE, _DATA = 0, 1
 _GIVEN_UP = 2**30  # bytes that a transaction may have taken at the end of the file and given up again, at most
-
-Found = tuple[Leaf, int]  # place of a value: a leaf, and the number of its key there
 
 
 class DataFile:
@@ -114,12 +112,12 @@ class Tree:
 
     # ---- looking up ----
 
-    def get(self, key: bytes, most: int | None = None, allocate: Allocator = aligned) -> memoryview | None:
+    def get(self, key: bytes, most: int | None = None) -> memoryview | None:
         """Return a private, writable copy of a value, or of its first `most` bytes; None: no such key."""
         entry = self.find(key)
-        return None if entry is None else self.value(entry, most, allocate)
+        return None if entry is None else self.value(entry, most)
 
-    def find(self, key: bytes) -> Found | None:
+    def find(self, key: bytes) -> Value | None:
         return _found(self._leaf_of(key), key)
 
     def last(self, key: bytes, most: int) -> bytes | None:
@@ -127,70 +125,64 @@ class Tree:
         entry = self.find(key)
         if entry is None:
             return None
-        leaf, at = entry
-        start, size, big = leaf.values[at]
-        length = min(most, size)
-        if not big:
-            return leaf.data[start + size - length : start + size]
-        begins = self.page_of(leaf, at) * self.meta.page_size + _BIG_HEADER_BYTES
-        return self._file.read(begins + size - length, length)
+        length = min(most, entry.size)
+        if not entry.big:
+            return entry.data[entry.start + entry.size - length : entry.start + entry.size]
+        return self._file.read(self.big_at(entry) + _BIG_HEADER_BYTES + entry.size - length, length)
 
     def value(
         self,
-        found: Found,
+        entry: Value,
         most: int | None = None,
         allocate: Allocator = aligned,
         waits: Callable[[], None] | None = None,
     ) -> memoryview:
-        leaf, at = found
-        start, size, big = leaf.values[at]
-        length = size if most is None else min(most, size)
-        if not big:
-            return memoryview(bytearray(leaf.data[start : start + length]))
-        page = self.page_of(leaf, at)
-        header, value = self._file.copy(page * self.meta.page_size, _BIG_HEADER_BYTES, length, allocate, waits)
-        self._check_big(page, header, size)
+        length = entry.size if most is None else min(most, entry.size)
+        if not entry.big:
+            return memoryview(bytearray(entry.data[entry.start : entry.start + length]))
+        at = self.big_at(entry)
+        header, value = self._file.copy(at, _BIG_HEADER_BYTES, length, allocate, waits)
+        self._check_big(at, header, entry.size)
         return value
 
-    def page_of(self, leaf: Leaf, at: int) -> int:
-        page = int(NUMBER.unpack_from(leaf.data, leaf.values[at][0])[0])
+    def big_at(self, entry: Value) -> int:
+        page = int(NUMBER.unpack_from(entry.data, entry.start)[0])
         self._check_inside(page)
-        if (page * self.meta.page_size + _BIG_HEADER_BYTES + leaf.values[at][1]) > self.meta.file_bytes:
+        at = page * self.meta.page_size
+        if at + _BIG_HEADER_BYTES + entry.size > self.meta.file_bytes:
             raise DamagedError("the index points outside the file")
-        return page
+        return at
 
-    def pages_of(self, leaf: Leaf, at: int) -> tuple[int, int]:
-        page = self.page_of(leaf, at)
-        header = self._file.read(page * self.meta.page_size, _BIG_HEADER_BYTES)
-        return page, self._check_big(page, header, leaf.values[at][1])
+    def pages_of(self, entry: Value) -> tuple[int, int]:
+        at = self.big_at(entry)
+        header = self._file.read(at, _BIG_HEADER_BYTES)
+        return at // self.meta.page_size, self._check_big(at, header, entry.size)
 
-    def will_need(self, found: Found) -> None:
-        leaf, at = found
-        _, size, big = leaf.values[at]
-        if big:
-            self._file.will_need(self.page_of(leaf, at) * self.meta.page_size, _BIG_HEADER_BYTES + size)
+    def will_need(self, entry: Value) -> None:
+        if entry.big:
+            self._file.will_need(self.big_at(entry), _BIG_HEADER_BYTES + entry.size)
 
     def items(self, start: bytes) -> Iterator[tuple[bytes, int]]:
-        for leaf, at in self._from(start):
-            yield leaf.keys[at], leaf.values[at][1]
+        for key, entry in self._from(start):
+            yield key, entry.size
 
     def values(self, start: bytes) -> Iterator[tuple[bytes, memoryview]]:
         """Yield the keys with this prefix, in order, and private copies of their values: each page is read once."""
-        for leaf, at in self._from(start):
-            yield leaf.keys[at], self.value((leaf, at))
+        for key, entry in self._from(start):
+            yield key, self.value(entry)
 
-    def _from(self, start: bytes) -> Iterator[Found]:
+    def _from(self, start: bytes) -> Iterator[tuple[bytes, Value]]:
         for leaf in (node for _, _, node in self.pages(_DATA, start) if isinstance(node, Leaf)):
             for at in range(bisect_left(leaf.keys, start), len(leaf.keys)):
                 if not leaf.keys[at].startswith(start):
                     return
-                yield leaf, at
+                yield leaf.keys[at], leaf.value(at)
 
     def touch(self, key: bytes) -> None:
         """Check every page that LMDB may meet when it puts or deletes a key: the way down, and its neighbours."""
         entry = _found(self._leaf_of(key, neighbours=True), key)
-        if entry is not None and entry[0].values[entry[1]][2]:
-            self.pages_of(*entry)
+        if entry is not None and entry.big:
+            self.pages_of(entry)
 
     def _leaf_of(self, key: bytes, neighbours: bool = False) -> Leaf | None:
         """Walk down to the leaf that may have a key; `neighbours`: read the pages next to those on the way, too."""
@@ -233,14 +225,15 @@ class Tree:
         """Yield the pages that nothing uses. Not `full`: only check each list's length, and yield nothing."""
         last = 0
         for _, _, leaf in self.pages(0):
-            for at, (_, size, _) in enumerate(leaf.values if isinstance(leaf, Leaf) else ()):
-                freed = NUMBER.unpack(leaf.keys[at])[0] if len(leaf.keys[at]) == NUMBER.size else _NO_PAGE
+            for at, key in enumerate(leaf.keys if isinstance(leaf, Leaf) else ()):
+                entry = leaf.value(at)  # type: ignore[union-attr]
+                freed = NUMBER.unpack(key)[0] if len(key) == NUMBER.size else _NO_PAGE
                 if not last < freed <= self.meta.transaction:
                     raise DamagedError("the list of free pages is damaged")
                 last = freed
-                data = self.value((leaf, at), None if full else NUMBER.size)  # type: ignore[arg-type]
+                data = self.value(entry, None if full else NUMBER.size)
                 count = NUMBER.unpack_from(data)[0] if len(data) >= NUMBER.size else _NO_PAGE
-                if (count + 1) * NUMBER.size > size:
+                if (count + 1) * NUMBER.size > entry.size:
                     raise DamagedError("the list of free pages is damaged")
                 if full:
                     yield from struct.unpack_from(f"={count}Q", data, NUMBER.size)
@@ -269,7 +262,8 @@ class Tree:
         if not 2 <= page <= self.meta.last_page:
             raise DamagedError("the index points outside the file")
 
-    def _check_big(self, page: int, header: bytes, size: int) -> int:
+    def _check_big(self, at: int, header: bytes, size: int) -> int:
+        page = at // self.meta.page_size
         number, flags, pages = _BIG_HEADER.unpack(header)
         too_few = pages * self.meta.page_size < len(header) + size
         if number != page or flags != _OVERFLOW or too_few or page + pages - 1 > self.meta.last_page:
@@ -277,11 +271,11 @@ class Tree:
         return int(pages)
 
 
-def _found(leaf: Leaf | None, key: bytes) -> Found | None:
+def _found(leaf: Leaf | None, key: bytes) -> Value | None:
     if leaf is None:
         return None
     at = bisect_left(leaf.keys, key)
-    return (leaf, at) if at < len(leaf.keys) and leaf.keys[at] == key else None
+    return leaf.value(at) if at < len(leaf.keys) and leaf.keys[at] == key else None
 
 
 def _child_at(node: Branch, key: bytes) -> int:
@@ -318,17 +312,17 @@ def _holds_all(path: Path, meta: Meta, size: int) -> bool:
         tree = Tree(file, meta)
         try:
             return all(
-                tree.page_of(leaf, at) * meta.page_size + _BIG_HEADER_BYTES + leaf.values[at][1] <= size
+                tree.big_at(entry) + _BIG_HEADER_BYTES + entry.size <= size
                 for number in (_FREE, _DATA)
                 for *_, node in tree.pages(number)
-                for leaf, at in _large_values(node)
+                for entry in _large_values(node)
             )
         except DamagedError:  # a page of the tree is outside the file, or cannot be read
             return False
 
 
-def _large_values(node: Branch | Leaf) -> list[Found]:
-    return [(node, at) for at, (_, _, big) in enumerate(node.values) if big] if isinstance(node, Leaf) else []
+def _large_values(node: Branch | Leaf) -> list[Value]:
+    return [node.value(at) for at, (*_, big) in enumerate(node.places) if big] if isinstance(node, Leaf) else []
 
 
 def damaged_pages(tree: Tree) -> Iterator[str]:
@@ -354,7 +348,7 @@ def _damaged_tree(tree: Tree, number: int, used: bytearray) -> Iterator[str]:
         branches += isinstance(node, Branch)
         if isinstance(node, Leaf):
             leaves, keys = leaves + 1, keys + len(node.keys)
-        values = [tree.pages_of(*pages) for pages in _large_values(node)]  # first page and number of pages of each
+        values = [tree.pages_of(entry) for entry in _large_values(node)]  # first page and number of pages of each
         beside += sum(pages for _, pages in values)
         for at, pages in [(page, 1), *values]:
             if any(used[at : at + pages]):

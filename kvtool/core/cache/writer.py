@@ -12,15 +12,15 @@ from itertools import chain, islice
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from kvtool.core.cache import space, tables
+from kvtool.core.cache import space, stretches, tables
 from kvtool.core.cache.access_log import combine_scores, fold_uses, take_log
 from kvtool.core.cache.collect import Documents, compact
 from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry
 from kvtool.core.cache.environment import PAGE_BYTES
 from kvtool.core.cache.identity import ID_BYTES, Origin
-from kvtool.core.cache.record import Bytes
-from kvtool.core.cache.stretches import Place, StretchInfo, info_row, left_over, part_row, stretch_keys
-from kvtool.core.cache.tables import Row, RowKey, chunk_keys, file_row, meta_row, superseded
+from kvtool.core.cache.record import Bytes, Kind, seal
+from kvtool.core.cache.stretches import Place, StretchInfo
+from kvtool.core.cache.tables import Row, RowKey, chunk_keys, meta_row
 from kvtool.core.cache.transaction import Snapshot, Transaction
 from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError
 
@@ -130,11 +130,11 @@ class Writer:
                 deletions.update(tables.superseded(snapshot, chunk_id, origin))
         return rows, sorted(deletions)
 
-    def drop_stretches(self, stretches: Iterable[bytes], left: bool = True) -> int:
+    def drop_stretches(self, stretch_ids: Iterable[bytes], left: bool = True) -> int:
         """Drop these stretches, and what is `left` of others, which takes reading all names. Returns how many rows."""
         with self.store.environment.read() as snapshot:
-            deletions = {row for stretch in stretches for row in stretch_keys(snapshot, stretch)}
-            deletions |= {*left_over(snapshot)} if left else set()
+            deletions = {row for stretch in stretch_ids for row in stretches.stretch_keys(snapshot, stretch)}
+            deletions |= {*stretches.left_over(snapshot)} if left else set()
         if deletions:
             self.commit([], sorted(deletions), weighed=False)
         return len(deletions)
@@ -171,11 +171,11 @@ class Writer:
         self._tidied = True
         rows: list[Row] = []
         for key, payload in parts:
-            rows.append(part_row(stretch, key, payload))
+            rows.append(stretches.part_row(stretch, key, payload))
             if sum(len(value) for *_, value in rows) >= BATCH_BYTES:
                 self.commit(rows)
                 rows = []
-        self.commit([*rows, info_row(stretch, info)])
+        self.commit([*rows, stretches.info_row(stretch, info)])
 
     def set_manifest(self, manifest: dict[str, Any]) -> None:
         """Replace the manifest. The prompt's former beginning, which no document refers to, is then unreferenced."""
@@ -185,7 +185,8 @@ class Writer:
             self.documents.note_unfinished(path)
 
     def put_profile(self, digest: bytes, data: bytes, state: dict[str, Any] | None = None) -> None:
-        self.commit([tables.profile_row(digest, data), *([] if state is None else [meta_row(tables.CODEC_KEY, state)])])
+        row = (tables.PROFILES, digest, seal(digest, Kind.PROFILE, data))
+        self.commit([row, *([] if state is None else [meta_row(tables.CODEC_KEY, state)])])
 
     def set_budget(self, size: int | None) -> None:
         self.commit([meta_row(tables.BUDGET_KEY, {"bytes": size})])
@@ -205,7 +206,7 @@ class Writer:
         with self.store.environment.read() as snapshot:
             for chunk_id, info in sorted(infos.items()):
                 rows += tables.info_rows(snapshot, chunk_id, info, origin)
-                deletions.update(superseded(snapshot, chunk_id, origin))
+                deletions.update(tables.superseded(snapshot, chunk_id, origin))
         if rows:
             self.commit(rows, sorted(deletions))
             self.fresh.update(infos)
@@ -245,7 +246,7 @@ class Writer:
             deletions += self.documents.stale_rows(entry.path, entry.documents)
         try:
             rows, replaced = self.take({ref.chunk_id for document in documents for ref in document.chunks})
-            rows += [*map(tables.document_row, documents), *(file_row(entry) for entry, _ in files)]
+            rows += [*map(tables.document_row, documents), *(tables.file_row(entry) for entry, _ in files)]
             self.commit(rows, [*deletions, *replaced], thins=is_hollow or None)
         except BaseException:
             self.forget()
@@ -276,7 +277,7 @@ class Writer:
             if documents != entry.documents or (entry.path in gone and not entry.documents):
                 deletions += [(tables.DOCUMENTS, tables.name_key(name)) for name in entry.documents if name in gone]
                 if documents:
-                    rows.append(file_row(replace(entry, documents=documents)))
+                    rows.append(tables.file_row(replace(entry, documents=documents)))
                 else:
                     deletions.append((tables.FILES, tables.name_key(entry.path)))
         if deletions:

@@ -1,4 +1,4 @@
-"""JSON as every command gives it: safe on a terminal, and one shape for one thing (`kvtool help json`)."""
+"""Text for people and programs: JSON that is safe on a terminal, equal spellings in Unicode, globs, sizes and times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""This machine: the number format that its CPU multiplies fast, its cores, its load, and errors for lack of memory.
+"""This machine: the number format that its CPU multiplies fast, its cores, its load, errors for lack of memory, and the
+variables that choose how the same is computed. Imports no torch, so that every command asks.
 
 Formats are derived from the features of the CPU and its libraries, never from timing.
 

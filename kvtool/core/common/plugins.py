@@ -1,4 +1,5 @@
-"""Plugins of other packages, by entry points (packaging.python.org, "Entry points specification").
+"""Plugins of other packages, by entry points (packaging.python.org, "Entry points specification"), and commands that
+install packages.
 
 A plugin's name is known from the metadata of its package. Its code is imported when it is used, and what is wrong with
 it concerns nothing else.

@@ -23,13 +23,6 @@ def shown_size(amount: int) -> str:
     return f"{amount / 1e3:,.1f} kB"
 
 
-def size_from(amount: int) -> str:
-    """Format the least size, as options take it, that is not below these bytes: `5.3MB`."""
-    unit, scale = next((unit for unit in (("GB", 10**9), ("MB", 10**6)) if amount >= unit[1]), ("kB", 10**3))
-    tenths = -(-amount * 10 // scale)
-    return f"{tenths // 10}.{tenths % 10}{unit}"
-
-
 def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 

@@ -1,4 +1,4 @@
-"""Names and patterns of names: equal spellings in Unicode (가 and é are one character or several), and globs."""
+"""Names and patterns of names: equal spellings in Unicode, and globs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _MARKS = re.compile(rf"(?:[^\w\s]|[\uff9e\uff9f]){{{_MOST_MARKS + 1},}}")
 
 
 def normalised(form: Literal["NFC", "NFKC"], text: str) -> str:
-    """Normalise a text in linear time: Python sorts the combining marks of a letter in quadratic time."""
+    """Normalise a text, of which 가 and é are one character or several, in linear time: Python sorts the combining
+    marks of a letter in quadratic time."""
     if text.isascii():
         return text
     cuts = [0, *(cut for run in _MARKS.finditer(text) for cut in _cuts(run)), len(text)]

@@ -1,4 +1,4 @@
-"""Variables that choose how the same is computed: what each may say. Imports no torch, so that every command asks."""
+"""Variables that choose how the same is computed: what each may say."""
 
 from __future__ import annotations
 

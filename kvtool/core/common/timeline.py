@@ -1,4 +1,4 @@
-"""When what ran in which thread: a query's timeline, in Chrome's trace format (`KVTOOL_TIMELINE=FILE kvtool query`)."""
+"""When what ran in which thread: a query's timeline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import Any
 
 @dataclass(slots=True)
 class Timeline:
-    """Spans from any thread, for ui.perfetto.dev. On a GPU a span is the time in which work was handed over."""
+    """A query's spans of any thread in Chrome's trace format (`KVTOOL_TIMELINE=FILE kvtool query`) for ui.perfetto.dev.
+    On a GPU a span is the time in which work was handed over."""
 
     _spans: list[dict[str, Any]] = field(default_factory=list)
     _threads: dict[int, str] = field(default_factory=dict)

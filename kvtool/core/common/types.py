@@ -1,4 +1,4 @@
-"""Types that many rooms share, and the progress events of a job."""
+"""Types that many rooms share, the progress events of a job, and the timeline of a query."""
 
 from __future__ import annotations
 

@@ -9,10 +9,6 @@ from kvtool.core.errors import UsageError
 LOW_WATER = 0.9  # of the budget: the goal of a prune, so that it need not run again at once
 
 
-def low_water(size: int) -> int:
-    return int(size * LOW_WATER)
-
-
 def budget_of(size: int | str | None) -> int | None:
     """Parse a size; `none` is None: no budget. Raises UsageError."""
     if isinstance(size, str):

@@ -87,25 +87,22 @@ def take_inventory(store: Store) -> Inventory:
         )
         for chunk, levels in sizes.items()
     }
-    documents = [
-        DocumentHolding(
+    turned: list[tuple[float, str, DocumentHolding]] = []
+    for source, ids in refs.items():
+        held = [chunks[chunk] for chunk in ids if chunk in chunks]
+        document = DocumentHolding(
             source,
-            max((chunks[chunk].used for chunk in ids if chunk in chunks), default=0),
+            max((chunk.used for chunk in held), default=0),
             max((added.get(chunk, 0) for chunk in ids), default=0),
             source in pinned_documents or not pinned.isdisjoint(ids),
             tuple(dict.fromkeys(ids)),
             texts.get(tables.name_key(source), 0),
         )
-        for source, ids in refs.items()
-    ]
-    turns = {
-        source: max((chunks[chunk].turn for chunk in ids if chunk in chunks), default=0) for source, ids in refs.items()
-    }
-    documents.sort(key=lambda document: (turns[document.source], document.source))
+        turned.append((max((chunk.turn for chunk in held), default=0), source, document))
     loose = set(chunks) - {chunk for chunk_ids in refs.values() for chunk in chunk_ids} - kept_always(store)
     unfinished = loose & store.unfinished_chunks()
     return Inventory(
-        tuple(documents),
+        tuple(document for *_, document in sorted(turned)),
         chunks,
         tuple(sorted(loose - unfinished)),
         space.folder_bytes(store.path),

@@ -11,7 +11,6 @@ WHICH, LISTED = "Selection", "List"  # headings in the commands' help
 @dataclass(frozen=True, kw_only=True)
 class ListOptions(Options, settings=False, group=LISTED):
     chunks: bool = option(False, "List chunks instead of documents.")
-    sort: str = option("", "Sort by this field; a minus reverses the order.", metavar="[-]FIELD", instead="by path")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Eviction plan: the levels, chunks and documents to drop, as a pure function of what a store holds."""
+"""Inventory of a store, and the eviction plan: what to drop, as a pure function of what the store holds."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def plan_prune(inventory: Inventory, request: PruneRequest) -> Plan:
     if not request.as_needed:
         planner.drop_documents(request.forgets)
     if not planner.is_enough:  # only the interrupted ingest computes these again
-        planner.drop_chunks(Step(UNFINISHED), inventory.unfinished)
+        planner.drop_chunks(UNFINISHED, inventory.unfinished)
     planner.drop_stretches(request.cold_before or 0)
     if request.cold_before is not None:
         planner.drop_cold(request.cold_before)
@@ -117,30 +117,27 @@ class _Planner:
         return self.goal is None or self.expected <= self.goal
 
     def drop_unreferenced(self) -> None:
-        step = Step("unreferenced")
-        self.drop_chunks(step, self.inventory.loose)
+        step = self.drop_chunks("unreferenced", self.inventory.loose)
         for digest, size in self.inventory.old_profiles:
-            step.profiles.append(digest)
-            self._free(step, size)
+            self._drop_profile_in(step, digest, size)
 
-    def drop_chunks(self, step: Step, chunks: Sequence[bytes]) -> None:
-        self.steps.append(step)
+    def drop_chunks(self, name: str, chunks: Sequence[bytes]) -> Step:
+        step = self._begin(name)
         step.loose += chunks
         for chunk in chunks:
             self._drop_levels(step, chunk, list(self.left[chunk]))
+        return step
 
     def drop_stretches(self, cold_before: float) -> None:
         """Drop the computed parts of answered prompts: a question computes them again, and no text is lost."""
-        step = Step("checkpoints")
-        self.steps.append(step)
+        step = self._begin("checkpoints")
         for stretch, used, size in self.inventory.stretches:
             if used < cold_before or not self.is_enough:
                 step.stretches.append(stretch)
                 self._free(step, size)
 
     def drop_cold(self, before: float) -> None:
-        step = Step("cold")
-        self.steps.append(step)
+        step = self._begin("cold")
         for held in self._evictable():
             if held.used < before and held.measured:
                 self._drop_levels(step, held.chunk_id, _finer_than_coarsest(self.left[held.chunk_id], held.measured))
@@ -154,8 +151,7 @@ class _Planner:
             ladders = {"exact": _exact} | {f"level {level}": _finer(level) for level in lossy(stored)[:-1]}
         ladders["kv"] = lambda levels, measured: list(levels)
         for name, ladder in ladders.items():
-            step = Step(name)
-            self.steps.append(step)
+            step = self._begin(name)
             for held in chunks:
                 if self.is_enough:
                     return
@@ -166,9 +162,7 @@ class _Planner:
     def _drop_profile(self) -> None:
         profile = self.inventory.profile
         if profile is not None and not any(map(self._needs_profile, self.left)):
-            step = Step(PROFILE, profiles=[profile[0]])
-            self.steps.append(step)
-            self._free(step, profile[1])
+            self._drop_profile_in(self._begin(PROFILE), *profile)
 
     def _needs_profile(self, chunk: bytes) -> bool:
         """The prompt's own beginning is never compressed."""
@@ -176,8 +170,7 @@ class _Planner:
         return bool(profiled(levels) if chunk == self.inventory.beginning else levels)
 
     def drop_documents(self, forgets: Callable[[DocumentHolding], bool], as_needed: bool = False) -> None:
-        step = Step("documents")
-        self.steps.append(step)
+        step = self._begin("documents")
         for document in filter(forgets, self.inventory.documents):
             if as_needed and self.is_enough:
                 break
@@ -193,6 +186,14 @@ class _Planner:
         refs = dict.fromkeys(chunk for document in self.inventory.documents for chunk in document.refs)
         held = (self.inventory.chunks.get(chunk) for chunk in refs if self.referring[chunk])
         return [each for each in held if each is not None and not each.pinned]
+
+    def _begin(self, name: str) -> Step:
+        self.steps.append(Step(name))
+        return self.steps[-1]
+
+    def _drop_profile_in(self, step: Step, digest: bytes, size: int) -> None:
+        step.profiles.append(digest)
+        self._free(step, size)
 
     def _drop_levels(self, step: Step, chunk: bytes, levels: list[str]) -> None:
         for level in levels:

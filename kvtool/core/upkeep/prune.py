@@ -1,4 +1,4 @@
-"""The order of a prune: decide, drop, compact, look at what the disk says."""
+"""Size budget, and the order of a prune: decide, drop, compact, look at what the disk says."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from kvtool.core.cache import space
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import exact, known, lossy
-from kvtool.core.common.sizes import shown_size, size_from
+from kvtool.core.common.sizes import shown_size
 from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError, UsageError
-from kvtool.core.upkeep.budget import low_water
+from kvtool.core.upkeep.budget import LOW_WATER
 from kvtool.core.upkeep.forget import bring_index_up_to_date, collect
 from kvtool.core.upkeep.inventory import Inventory, kept_always, old_profiles, take_inventory
 from kvtool.core.upkeep.options import PruneOptions
 from kvtool.core.upkeep.plan import PROFILE, UNFINISHED, Drop, Plan, PruneRequest, Step, plan_prune
-
-_MARGIN = 16 * 1024  # notes of use until the next prune, and tree pages that removing rewrites
 
 
 @dataclass(slots=True)
@@ -42,6 +40,9 @@ class PruneReport:
     @property
     def within_budget(self) -> bool:
         return self.limit is None or self.after <= self.limit
+
+    def is_over_goal(self, size: int) -> bool:
+        return self.goal is not None and size > self.goal
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -66,7 +67,7 @@ def prune(path: Path, options: PruneOptions, now: float | None = None) -> PruneR
         if options.dry_run:
             report, _, plan = _decide(store, options, now)
             report.steps += plan.steps
-            if options.compact and _is_too_large(report.before, report.goal):
+            if options.compact and report.is_over_goal(report.before):
                 report.after = plan.expected
                 report.compacted = report.before - report.after
             return report
@@ -85,7 +86,7 @@ def _prune(store: Store, writer: Writer, options: PruneOptions, now: float) -> P
     while True:
         report.exact_retained += len(_apply(store, writer, plan))
         report.steps += plan.steps
-        if options.compact and _is_too_large(space.folder_bytes(store.path), report.goal):
+        if options.compact and report.is_over_goal(space.folder_bytes(store.path)):
             report.compacted += writer.compact()
         report.after = space.folder_bytes(store.path)
         if report.within_budget or not plan.steps:
@@ -113,9 +114,8 @@ def _apply(store: Store, writer: Writer, plan: Plan) -> set[bytes]:
             writer.remove_documents(step.sources)
         if step.name == UNFINISHED:
             writer.end_unfinished()
-        if step.sources or step.loose:
-            continue
-        spared |= _drop(store, writer, step.drops)
+        if not (step.sources or step.loose):
+            spared |= _drop(store, writer, step.drops)
     if any(step.sources or step.loose for step in plan.steps):
         collect(store, writer)
     return spared
@@ -123,10 +123,9 @@ def _apply(store: Store, writer: Writer, plan: Plan) -> set[bytes]:
 
 def _drop(store: Store, writer: Writer, drops: Sequence[Drop]) -> set[bytes]:
     by_level: dict[str, list[bytes]] = {}
-    for chunk, level in drops:
-        by_level.setdefault(level, []).append(chunk)
     going: dict[bytes, set[str]] = {}
     for chunk, level in drops:
+        by_level.setdefault(level, []).append(chunk)
         going.setdefault(chunk, set()).add(level)
     lossless = {chunk for level in exact(by_level) for chunk in by_level[level]}
     spared = {chunk for chunk in lossless if not _rest_is_readable(store, chunk, going[chunk])}
@@ -149,10 +148,6 @@ def _rest_is_readable(store: Store, chunk: bytes, going: set[str]) -> bool:
     return False
 
 
-def _is_too_large(size: int, goal: int | None) -> bool:
-    return goal is not None and size > goal
-
-
 def _decide(store: Store, options: PruneOptions, now: float) -> tuple[PruneReport, PruneRequest, Plan]:
     """Plan a prune, and hold the plan against its limit: `report.refusal` says why nothing may be done.
 
@@ -169,7 +164,6 @@ def _decide(store: Store, options: PruneOptions, now: float) -> tuple[PruneRepor
             report.shortfall = NoSpaceError(
                 f"the store cannot get down to {shown_size(limit)}, so nothing was removed for the size; without all "
                 f"that may be removed it holds up to {shown_size(plan.expected)}",
-                f"--max-size {size_from(plan.expected + _MARGIN)} can be reached; "
                 "`kvtool store pin --remove` and --unused let more be removed",
             )
             report.refusal = None if request.whatever_the_size else report.shortfall
@@ -191,18 +185,10 @@ def _request(store: Store, options: PruneOptions, now: float) -> tuple[int | Non
             "give --max-size 20GB, keep a budget with --budget 20GB, or see --unused and --cold",
         )
 
-    def before(age: float | None) -> float | None:
-        return None if age is None else now - age
-
-    request = PruneRequest(
-        goal=low_water(budget) if budget is not None else limit,
-        cold_before=before(options.cold),
-        unused_before=before(options.unused),
-        added_before=before(options.max_age),
-        as_needed=ages and options.max_size is not None,
-        fetched=store.is_front,
-    )
-    return limit, request
+    ages_given = (options.cold, options.unused, options.max_age)
+    cold, unused, added = (None if age is None else now - age for age in ages_given)
+    goal = limit if budget is None else int(budget * LOW_WATER)
+    return limit, PruneRequest(goal, cold, unused, added, ages and options.max_size is not None, store.is_front)
 
 
 def _too_much(inventory: Inventory, plan: Plan, options: PruneOptions) -> UsageError | None:

@@ -1,4 +1,4 @@
-"""Selection of a store's documents: by path, folder, glob, or a chunk's id."""
+"""Documents of a store: selected by path, folder, glob or a chunk's id; listed; compared with their chunks' ids."""
 
 from __future__ import annotations
 
