@@ -14,7 +14,7 @@ from kvtool.core.cache.entries import ChunkRef, DocumentEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.common.marks import Mark, place_of
 from kvtool.core.corpus import reading as reading_module
-from kvtool.core.corpus.readers import READERS, read_documents
+from kvtool.core.corpus.readers import read_documents
 from kvtool.core.corpus.readers.document import UnreadableFile
 from kvtool.core.corpus.reading import Bounds, Reading
 from kvtool.core.errors import UsageError
@@ -34,7 +34,7 @@ def reading() -> Iterator[Reading]:
 
 def test_a_process_reads_what_this_one_would(tmp_path: Path, reading: Reading) -> None:
     asked = documents.write(tmp_path)
-    for path in (tmp_path / asked[number].file for number in (10, 13, 17)):
+    for path in (tmp_path / asked[number].file for number in (7, 10, 14)):
         assert reading.documents(path, path.read_bytes()) == read_documents(path, path.read_bytes())
 
 
@@ -64,19 +64,6 @@ def test_pages_of_a_pdf(reading: Reading) -> None:
     assert all(f"Question {n}\nThe mill ground {n} sacks." in document.text for n in range(1, 5))
     (labels,) = reading.documents(Path("/b.pdf"), pdf([["Fragile"]] * 4))
     assert labels.text.count("Fragile") == 4
-
-
-@pytest.mark.parametrize(
-    ("text", "read"),
-    [
-        (r"Erd\H{o}s, K\"oln, caf\'{e}, na\"{\i}ve, Stra{\ss}e, \o re", "Erdős, Köln, café, naïve, Straße, øre"),
-        (r"\section{Locks}" + "\n" + r"\subsection*{Oak}", "## Locks\n### Oak"),
-        (r"\[ \frac{a}{b} \] % why", r"\[ \frac{a}{b} \] % why"),
-    ],
-)
-def test_latex_stays_as_it_is_but_for_accents_and_sections(text: str, read: str) -> None:
-    (document,) = READERS[".tex"]("a.tex", text.encode())
-    assert document.text == read
 
 
 def _python(program: str) -> str:
@@ -153,8 +140,6 @@ _HEAD = "Subject: Der Ofen steht\nFrom: a@example.org\n"
         ("crlf.eml", f"{_HEAD}\nfirst\n\n가마는 서쪽에 있다.\n".replace("\n", "\r\n").encode()),
         ("feeds.eml", f"{_HEAD}\nfirst\f\u2028\x85page\n가마는 서쪽에 있다.\n".encode()),
         ("box.mbox", f"From a\r\n{_HEAD}\nlone\rreturn\n가마는 서쪽에 있다.\n".encode()),
-        ("talk.srt", "1\n00:01 --> 00:02\n\n00:00:01,000 --> 00:00:02,000\na\fb\u2028\n가마는 서쪽에 있다.\n".encode()),
-        ("bom.srt", "\ufeff00:00:01,000 --> 00:00:02,000\r\n가마는 서쪽에 있다.\r\n".encode()),
         ("lines.tex", "tabs \\=\na\n가마는 서쪽에 있다.\n".encode()),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

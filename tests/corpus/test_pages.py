@@ -70,8 +70,6 @@ def test_short_examples_stay(text: str) -> None:
     [
         ("a.csv", 'id,plan\n1,"{}"\n', 'id,plan\n1,"{}"\n'),
         ("a.tsv", "id\tplan\n1\t{}\tAlma\n", "id\tplan\n1\t{}\tAlma\n"),
-        ("a.tex", "\\section{{Quay}} {} end\n", "## Quay {} end\n"),
-        ("a.srt", "1\n00:00:01,000 --> 00:00:02,000\nSee {}\n", "See {}\n"),
         ("a.rtf", "{{\\rtf1\\ansi See {} end\\par}}", "See {} end\n"),
         ("a.eml", "Subject: Plan\n\nSee ({})\nend\n", "Subject: Plan\n\nSee ({})\nend\n"),
         ("a.jsonl", '{{"text": "See {}"}}', "See {}"),

@@ -94,6 +94,10 @@ def test_binary(data: bytes) -> None:
     [
         *(("a.txt", "text"), ("a.MD", "markdown"), ("a.rs", "code"), ("Makefile", "code"), ("a.unknown", "text")),
         ("README", "text"),
+        ("a.tex", "text"),
+        ("a.srt", "text"),
+        ("a.man", "text"),
+        ("a.svg", "code"),
     ],
 )
 def test_kinds(name: str, kind: str) -> None:

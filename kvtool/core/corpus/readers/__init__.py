@@ -16,7 +16,6 @@ from kvtool.core.corpus.readers import (
     html,
     jsonl,
     mail,
-    markup,
     notebook,
     opendocument,
     outlook,
@@ -61,8 +60,9 @@ _FOREIGN = (
     *".npy .npz .pt .pth .ckpt .pkl .pickle .joblib .safetensors .gguf .onnx".split(),
 )
 _TEXT = (
-    ".txt .text .log .rst .rest .adoc .asciidoc .org .bib .nfo .me .1st .po .pot .pod .textile .wiki readme license "
-    "licence copying authors changelog changes news notice todo install contributing"
+    ".txt .text .log .rst .rest .adoc .asciidoc .org .bib .nfo .me .1st .po .pot .pod .textile .wiki .tex .ltx .latex "
+    ".srt .vtt .man .mdoc .roff .troff .nroff "
+    "readme license licence copying authors changelog changes news notice todo install contributing"
 )
 _MARKDOWN = ".md .markdown .mdown .mkd .mkdn .mdx .rmd .qmd"
 _CODE = (
@@ -74,10 +74,10 @@ _CODE = (
     ".diff .patch makefile dockerfile rakefile gemfile justfile vagrantfile jenkinsfile"
 )
 _OPENDOCUMENT = ".odt .ott .fodt .ods .ots .fods .odp .otp .fodp .odg .otg .fodg .odf"
-_XML = ".xml .xsd .xsl .xslt .rss .atom .plist .opml .kml .gpx .dita .tei .fb2 .xlf .tmx .resx .wsdl .rdf"
+_XML = ".xml .xsd .xsl .xslt .rss .atom .plist .opml .kml .gpx .dita .tei .fb2 .xlf .tmx .resx .wsdl .rdf .svg"
 _CONTAINERS = (".zip", ".eml", ".mbox", ".emlx", ".msg", ".oft")
 _SEVERAL = (*_CONTAINERS, ".jsonl", ".ndjson", ".jsonlines")  # files that may hold several documents
-REVISION = "2"  # of all readers and of the tables of chunks; another one reads every file again
+REVISION = "3"  # of all readers and of the tables of chunks; another one reads every file again
 _MOST_HERE = 1 << 20  # bytes of a text that is read in this process, by readers that take linear time
 
 
@@ -171,10 +171,7 @@ _FORMATS = (
     _Format(text.read_json, ".json .json5 .geojson .jsonld .yaml .yml .properties", is_bounded=False),
     _Format(text.read_xml, _XML, is_bounded=False),
     _Format(text.read_calendar, ".ics .ifb .vcf", is_bounded=False),
-    _Format(markup.read_latex, ".tex .ltx .latex", is_bounded=False),
     _Format(jsonl.read, ".jsonl .ndjson .jsonlines", is_bounded=False),
-    _Format(markup.read_subtitles, ".srt .vtt", is_bounded=False),
-    _Format(markup.read_manual, ".man .mdoc .roff .troff .nroff", is_bounded=False),
     _Format(pdf.read, ".pdf", library="pypdfium2"),
     _Format(partial(word.read, read_as=read_as), ".docx .docm .dotx .dotm .doc .dot", library="office-oxide"),
     _Format(slides.read, ".pptx .pptm .ppsx .ppsm .potx .potm .ppt .pps", library="office-oxide"),
@@ -187,7 +184,6 @@ _FORMATS = (
     _Format(notebook.read, ".ipynb"),
     _Format(html.read, ".html .htm .xhtml .shtml"),
     _Format(mail.read_page, ".mhtml .mht"),
-    _Format(markup.read_svg, ".svg"),
     _Format(partial(archive.read, read_as=read_as, kind_of=_unread_kind), ".zip"),
 )
 _BY_ENDING = {ending: each for each in _FORMATS for ending in each.endings.split()}

@@ -39,11 +39,6 @@ def _read_calendar(source: str, text: str) -> list[Document]:
     return [joined(source, "text", lines, "\n", notes)]
 
 
-def document_of(source: str, text: str, kind: str, *, base64: bool = False) -> list[Document]:
-    cut = without_data_uris(text, base64=base64)
-    return [Document(source, cut, kind, embedded_note(text, cut))]
-
-
 def _escaped(found: re.Match[str]) -> str:
     units = "".join(unit.zfill(4) for unit in found.groups() if unit)
     letter = bytes.fromhex(units).decode("utf-16-be", "surrogatepass")
@@ -62,7 +57,9 @@ def _reader(
     """Make a reader of texts of a kind. Those with escapes hold data in base64, too."""
 
     def read_text(source: str, text: str) -> list[Document]:
-        return document_of(source, unescape(text) if unescape else text, kind, base64=unescape is not None)
+        text = unescape(text) if unescape else text
+        cut = without_data_uris(text, base64=unescape is not None)
+        return [Document(source, cut, kind, embedded_note(text, cut))]
 
     return of_text(declared)(read_text)
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 from dataclasses import replace
 
-from kvtool.core.corpus.readers import markup, text
+from kvtool.core.corpus.readers import text
 from kvtool.core.corpus.readers.containers import gunzip_start
 from kvtool.core.corpus.readers.document import BinaryFile, Document, SecretFile
 from kvtool.core.corpus.readers.encoding import decode
@@ -44,6 +44,4 @@ def _refuse(text: str, size: int) -> None:
 
 def read(source: str, data: bytes) -> list[Document]:
     (document,) = text.read(source, data)
-    if markup.is_manual(document.text):
-        return markup.read_manual(source, data)
     return [replace(document, kind="code") if document.text.startswith("#!") else document]
