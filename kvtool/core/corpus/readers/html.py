@@ -5,15 +5,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from html import escape, unescape
-from xml.etree import ElementTree
+from html import unescape
 
 from kvtool.core.common.marks import Mark
 from kvtool.core.corpus.readers.document import Document, EmptyFile, Grid, shortened_references, without_data_uris
 from kvtool.core.corpus.readers.encoding import declared_by, decode, of_text
-from kvtool.core.corpus.readers.equations import linear
 
 declared_encoding = declared_by(rb"""<(?:meta|\?xml)[^>]*?(?:charset|encoding)\s*+=\s*+["']?\s*+([\w.:-]++)""", 4096)
 
@@ -24,9 +21,6 @@ _MARKUP = re.compile(r"<(?:(/?[a-z][^\s<>/=\"']*+)|(!--)|!doctype[^<>]*+>|!\[[^<
 _TO_QUOTE = re.compile(r"""[^<>=]*+(?:=(?!\s*+["'])[^<>=]*+)*+(?:(>)|=\s*+(["']))?""")  # a value's quote, or the end
 _ATTRIBUTE = re.compile(r"""([^\s"'=<>/]++)(?:\s*+=\s*+("[^"]*+"|'[^']*+'|[^\s"'>]++))?""")
 _RAW = {tag: re.compile(rf"</{tag}[\s/>]", re.I) for tag in ("script", "style")}
-_LONGEST_FORMULA = 20_000  # characters of MathML
-_NAMESPACE = re.compile(r"""(?<=<)\w+:|(?<=</)\w+:|\sxmlns(?::\w+)?\s*=\s*(?:"[^"]*"|'[^']*')""")
-_ENTITY = re.compile(r"&(?!(?:lt|gt|amp|quot);)\w+;")
 _DEEPEST = 12  # levels of a list or table that are shown: without a limit, text and work grow with depth squared
 _WIDEST = 100  # columns of a cell; more mean all there are
 _LONGEST_LABEL = 200  # characters of a cell that are repeated in each row and column that it covers
@@ -140,7 +134,7 @@ class _Page:
             self.blocks.insert(0, self._title)
 
     def _feed(self, text: str) -> None:
-        at, dead, last, formula_end = 0, set[int](), text.rfind("-->"), 0  # after `last` no comment closes
+        at, dead, last = 0, set[int](), text.rfind("-->")  # after `last` no comment closes
         for found in _MARKUP.finditer(text):
             start, end = found.span()
             if start < at or (found[2] and start > last):
@@ -157,10 +151,6 @@ class _Page:
             if found[1]:
                 tag = found[1].lower()
                 self._tag(tag, text[found.end() : end - 1])
-                if tag == "math" and not self._hidden_by and start >= formula_end:
-                    formula_end = text.find("</math>", start, start + _LONGEST_FORMULA)
-                    if formula_end > 0 and (formula := _linear(text[start:formula_end])):
-                        self._show_formula(formula)
                 if tag in _RAW and text[end - 2] != "/":
                     closing = _RAW[tag].search(text, end)
                     at = closing.start() if closing else len(text)
@@ -240,12 +230,9 @@ class _Page:
         elif tag == "option":
             self._say(" [x] " if "selected" in attributes else " ")
         elif tag == "math" and (formula := unescape(attributes.get("alttext", ""))):
-            self._show_formula(formula)
-
-    def _show_formula(self, formula: str) -> None:
-        self._formula = formula
-        self._say(f" {formula} ")
-        self._hidden_by, self._hidden_depth = "math", 1
+            self._formula = formula
+            self._say(f" {formula} ")
+            self._hidden_by, self._hidden_depth = "math", 1
 
     def _shift(self, tag: str, style: str) -> None:
         shift = _SHIFT.search(style) if tag in _STYLED else None
@@ -405,13 +392,6 @@ def _tag_end(text: str, at: int, dead: set[int]) -> int:
             return found.end()
     dead.update(values)
     return -1
-
-
-def _linear(markup: str) -> str:
-    markup = _ENTITY.sub(lambda found: escape(unescape(found[0])), _NAMESPACE.sub("", markup))
-    with suppress(ElementTree.ParseError, RecursionError):
-        return linear(ElementTree.fromstring(f"{markup}</math>")).strip()
-    return ""
 
 
 def _number(attributes: dict[str, str], name: str, default: int) -> int:
