@@ -7,6 +7,7 @@ import re
 import struct
 import zipfile
 from datetime import datetime
+from pathlib import PurePath
 from typing import Any
 
 import pytest
@@ -15,14 +16,14 @@ from openpyxl.chart import BarChart
 from openpyxl.comments import Comment
 from openpyxl.utils.datetime import CALENDAR_MAC_1904, CALENDAR_WINDOWS_1900
 
-from kvtool.core.corpus.readers import READERS
+from kvtool.core.corpus.readers import read_as
 from kvtool.core.corpus.readers.document import Document, UnreadableFile
 from kvtool.core.corpus.readers.numberformats import shown
 from tests.corpus.test_slides import MAIN, diagram_point, edited, saved
 
 
 def read(data: bytes, ending: str = ".xlsx") -> Document:
-    (document,) = READERS[ending](f"a{ending}", data)
+    (document,) = read_as(PurePath(f"a{ending}"), f"a{ending}", data)
     return document
 
 

@@ -4,39 +4,23 @@
 from __future__ import annotations
 
 import os
-from functools import partial
+from functools import cache
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePath
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from kvtool.core.common.plugins import Plugin, PluginError, found
-from kvtool.core.corpus.readers import (
-    archive,
-    epub,
-    html,
-    jsonl,
-    mail,
-    notebook,
-    opendocument,
-    outlook,
-    pdf,
-    rtf,
-    sheets,
-    slides,
-    text,
-    unknown,
-    word,
-)
 from kvtool.core.corpus.readers.containers import GZIP, gunzip, without_gz
 from kvtool.core.corpus.readers.document import Document, UnreadableFile
 from kvtool.core.corpus.readers.encoding import Reader
 
 
 class _Format(NamedTuple):
-    """Lower-case `endings`, or names of files without one, with spaces between them. `is_bounded`: a separate process
-    reads the file."""
+    """Lower-case `endings`, or names of files without one, with spaces between them. `reader`: its module, imported
+    when it is needed, and a function other than `read`. `is_bounded`: a separate process reads the file."""
 
-    read: Reader
+    reader: str
     endings: str
     is_bounded: bool = True
     library: str = ""
@@ -82,7 +66,7 @@ _MOST_HERE = 1 << 20  # bytes of a text that is read in this process, by readers
 
 
 def is_known(path: PurePath) -> bool:
-    return ending_of(without_gz(path)) in READERS or plugin_of(path) is not None
+    return ending_of(without_gz(path)) in _BY_ENDING or plugin_of(path) is not None
 
 
 def plugin_of(path: PurePath) -> Plugin | None:
@@ -101,7 +85,7 @@ def library_of(path: PurePath) -> str:
 
 def missing_inside(path: PurePath) -> list[str]:
     is_container = ending_of(without_gz(path)) in (*_CONTAINERS, ".mhtml", ".mht")
-    found = {library_of(PurePath(f"a{ending}")) for ending in READERS} if is_container else set[str]()
+    found = {library_of(PurePath(f"a{ending}")) for ending in _BY_ENDING} if is_container else set[str]()
     return sorted(library for library in found if library.startswith("no "))
 
 
@@ -123,12 +107,6 @@ def kind_of(path: PurePath) -> str:
     return "image" if ending in _IMAGES else "archive" if ending in _ARCHIVES else ending
 
 
-def _unread_kind(path: PurePath) -> str:
-    if is_known(path) and ending_of(path) != ".zip":
-        return ""
-    return {"image": "pictures", "archive": "archives"}.get(kind_of(path), "other files")
-
-
 def read_documents(path: Path, data: bytes) -> list[Document]:
     """Read the documents of one file, in this process and without bounds. Raises UnreadableFile."""
     return read_as(path, source_of(path), data)
@@ -139,12 +117,19 @@ def read_as(path: PurePath, source: str, data: bytes) -> list[Document]:
     if plugin is None:
         name = without_gz(path)
         data = data if name == path else gunzip(data)
-        return READERS.get(ending_of(name), unknown.read)(source, data)
+        known = _BY_ENDING.get(ending_of(name))
+        return _reader(known.reader if known else "unknown")(source, data)
     try:
         read: Reader = plugin.load()
         return read(source, data)
     except PluginError as error:
         raise UnreadableFile(error.message, error.hint) from error
+
+
+@cache
+def _reader(name: str) -> Reader:
+    module, _, function = name.partition(".")
+    return cast(Reader, getattr(import_module(f"{__name__}.{module}"), function or "read"))
 
 
 def ending_of(path: PurePath) -> str:
@@ -162,31 +147,28 @@ def source_of(path: Path) -> str:
     return Path(os.path.abspath(path)).as_posix()
 
 
-_REGISTRY = mail.Registry(is_known, is_foreign, read_as)
 _FORMATS = (
-    _Format(text.read, _TEXT, is_bounded=False),
-    _Format(text.read_markdown, _MARKDOWN, is_bounded=False),
-    _Format(text.read_code, _CODE, is_bounded=False),
-    _Format(text.read_table, ".csv .tsv .tab .psv", is_bounded=False),
-    _Format(text.read_json, ".json .json5 .geojson .jsonld .yaml .yml .properties", is_bounded=False),
-    _Format(text.read_xml, _XML, is_bounded=False),
-    _Format(text.read_calendar, ".ics .ifb .vcf", is_bounded=False),
-    _Format(jsonl.read, ".jsonl .ndjson .jsonlines", is_bounded=False),
-    _Format(pdf.read, ".pdf", library="pypdfium2"),
-    _Format(partial(word.read, read_as=read_as), ".docx .docm .dotx .dotm .doc .dot", library="office-oxide"),
-    _Format(slides.read, ".pptx .pptm .ppsx .ppsm .potx .potm .ppt .pps", library="office-oxide"),
-    _Format(sheets.read, ".xlsx .xlsm .xltx .xltm .xls .xlt", library="xlrd"),
-    _Format(opendocument.read, _OPENDOCUMENT),
-    _Format(rtf.read, ".rtf"),
-    _Format(epub.read, ".epub"),
-    _Format(partial(mail.read, registry=_REGISTRY), ".eml .mbox .emlx"),
-    _Format(partial(outlook.read, registry=_REGISTRY), ".msg .oft", library="olefile"),
-    _Format(notebook.read, ".ipynb"),
-    _Format(html.read, ".html .htm .xhtml .shtml"),
-    _Format(mail.read_page, ".mhtml .mht"),
-    _Format(partial(archive.read, read_as=read_as, kind_of=_unread_kind), ".zip"),
+    _Format("text", _TEXT, is_bounded=False),
+    _Format("text.read_markdown", _MARKDOWN, is_bounded=False),
+    _Format("text.read_code", _CODE, is_bounded=False),
+    _Format("text.read_table", ".csv .tsv .tab .psv", is_bounded=False),
+    _Format("text.read_json", ".json .json5 .geojson .jsonld .yaml .yml .properties", is_bounded=False),
+    _Format("text.read_xml", _XML, is_bounded=False),
+    _Format("text.read_calendar", ".ics .ifb .vcf", is_bounded=False),
+    _Format("jsonl", ".jsonl .ndjson .jsonlines", is_bounded=False),
+    _Format("pdf", ".pdf", library="pypdfium2"),
+    _Format("word", ".docx .docm .dotx .dotm .doc .dot", library="office-oxide"),
+    _Format("slides", ".pptx .pptm .ppsx .ppsm .potx .potm .ppt .pps", library="office-oxide"),
+    _Format("sheets", ".xlsx .xlsm .xltx .xltm .xls .xlt", library="xlrd"),
+    _Format("opendocument", _OPENDOCUMENT),
+    _Format("rtf", ".rtf"),
+    _Format("epub", ".epub"),
+    _Format("mail", ".eml .mbox .emlx"),
+    _Format("outlook", ".msg .oft", library="olefile"),
+    _Format("notebook", ".ipynb"),
+    _Format("html", ".html .htm .xhtml .shtml"),
+    _Format("mail.read_page", ".mhtml .mht"),
+    _Format("archive", ".zip"),
 )
 _BY_ENDING = {ending: each for each in _FORMATS for ending in each.endings.split()}
-READERS: dict[str, Reader] = {ending: each.read for ending, each in _BY_ENDING.items()}
-"""File ending, or name of a file without one → reader."""
-_PLUGINS = found("readers", names={ending.removeprefix(".") for ending in READERS})
+_PLUGINS = found("readers", names={ending.removeprefix(".") for ending in _BY_ENDING})

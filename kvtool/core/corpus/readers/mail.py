@@ -7,16 +7,15 @@ import email
 import email.policy
 import io
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from email.message import Message
 from mimetypes import MimeTypes
-from pathlib import Path, PurePath
-from typing import NamedTuple
+from pathlib import Path
 
 from kvtool.core.common.marks import Mark
-from kvtool.core.corpus.readers import unknown
+from kvtool.core.corpus.readers import is_foreign, is_known, read_as, unknown
 from kvtool.core.corpus.readers.document import Document, EmptyFile, MissingPackage, Parts, UnreadableFile, unread_note
 from kvtool.core.corpus.readers.encoding import decode
 from kvtool.core.corpus.readers.html import document_of, marked, page_text, visible
@@ -44,34 +43,26 @@ _ENDINGS = MimeTypes()  # Python's own: a system's differ
 _ENDINGS.add_type("text/calendar", ".ics")
 
 
-class Registry(NamedTuple):
-    """Functions for reading attachments, of the registry of readers, which imports this module."""
-
-    is_known: Callable[[PurePath], bool]
-    is_foreign: Callable[[PurePath], bool]
-    read_as: Callable[[PurePath, str, bytes], list[Document]]
-
-
-def read(source: str, data: bytes, registry: Registry) -> list[Document]:
+def read(source: str, data: bytes) -> list[Document]:
     if not data.strip():
         raise EmptyFile("empty")
     if data.startswith(_BOMS) or b"\0" in data[:2]:
         data = decode(data)[0].encode()
     if data.startswith(_BEGINS):
         found = enumerate(_messages(data), 1)
-        return documents(source, ((str(number), _parsed(one), one, line) for number, (line, one) in found), registry)
+        return documents(source, ((str(number), _parsed(one), one, line) for number, (line, one) in found))
     count = _COUNT.match(data)
     start, end = (count.end(), count.end() + int(count[1])) if count else (0, None)
     message = _parsed(data[start:end])
     if not any(name in message for name in (*SHOWN, "Message-ID", "Received")):
         raise UnreadableFile("no mail: it has none of a message's headers")
-    return documents(source, [("", message, data[start:end], 1 + data.count(b"\n", 0, start))], registry)
+    return documents(source, [("", message, data[start:end], 1 + data.count(b"\n", 0, start))])
 
 
-def documents(source: str, messages: Iterable[tuple[str, Message, bytes, int]], registry: Registry) -> list[Document]:
+def documents(source: str, messages: Iterable[tuple[str, Message, bytes, int]]) -> list[Document]:
     """Make documents of messages (label, parts, bytes, first line; 0: the file has no lines) and attachments."""
     made: list[Document] = []
-    attachments, lost = _Attachments(registry), 0
+    attachments, lost = _Attachments(), 0
     error: UnreadableFile = EmptyFile("empty: there is no text in it")
     for label, message, data, line in messages:
         text = _Text(data, line)
@@ -194,10 +185,9 @@ class _Text:
 
 
 class _Attachments:
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self) -> None:
         self.unread = 0  # that may hold text
         self.missing: dict[str, None] = {}  # packages that attachments need, as notes
-        self._registry = registry
         self._files, self._bytes = _MOST_FILES, _MOST_BYTES
 
     def read(self, prefix: str, files: Iterable[tuple[str, str, bytes]]) -> tuple[list[Document], list[str]]:
@@ -229,19 +219,19 @@ class _Attachments:
         return list(made.values()), [f"{title}: {', '.join(names)}" for title, names in shown.items() if names]
 
     def _documents(self, path: Path, source: str, kind: str, data: bytes) -> list[Document]:
-        if self._registry.is_foreign(path) or kind.startswith(_SIGNATURES) or data.lstrip().startswith(_SEALED):
+        if is_foreign(path) or kind.startswith(_SIGNATURES) or data.lstrip().startswith(_SEALED):
             raise UnreadableFile("encrypted, or a signature: no text to read")
         if not self._files or len(data) > self._bytes:
             raise UnreadableFile("too many or too large attachments")
-        if not self._registry.is_known(path):
+        if not is_known(path):
             unknown.check(data[: unknown.SNIFFED], len(data))
         self._files, self._bytes = self._files - 1, self._bytes - len(data)
-        return self._registry.read_as(path, source, data)
+        return read_as(path, source, data)
 
     def _path(self, name: str, kind: str, number: int) -> Path:
         label = "".join(filter(str.isprintable, name)).replace("#", "_").replace("\\", "/").rpartition("/")[2]
         path = Path("/", label or f"part {number}")
-        if self._registry.is_known(path) or self._registry.is_foreign(path) or kind == "application/octet-stream":
+        if is_known(path) or is_foreign(path) or kind == "application/octet-stream":
             return path
         return path.with_name(path.name + (_ENDINGS.guess_extension(kind) or ""))
 

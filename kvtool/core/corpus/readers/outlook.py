@@ -27,13 +27,13 @@ _CODE_PAGE, _HTML_CODE_PAGE = 0x3FFD, 0x3FDE
 _OBJECT, _INTEGER, _STRING8, _STRING, _TIME, _BINARY = 0x000D, 0x0003, 0x001E, 0x001F, 0x0040, 0x0102
 
 
-def read(source: str, data: bytes, registry: mail.Registry) -> list[Document]:
+def read(source: str, data: bytes) -> list[Document]:
     with opened("Outlook message", "olefile"):
         from olefile import OleFileIO
 
         with OleFileIO(data) as file:
             message = _message(file, "")
-    return mail.documents(source, [("", message, b"", 0)], registry)
+    return mail.documents(source, [("", message, b"", 0)])
 
 
 class _Properties:

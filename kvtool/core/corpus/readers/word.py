@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import PurePath
 from xml.etree.ElementTree import Element
 
-from kvtool.core.corpus.readers import unknown
+from kvtool.core.corpus.readers import read_as, unknown
 from kvtool.core.corpus.readers.clauses import Clauses, Styles, count, find, is_on, value
 from kvtool.core.corpus.readers.containers import checked, is_old
 from kvtool.core.corpus.readers.document import Document, UnreadableFile, hidden_note, opened, table_row, unread_note
@@ -50,8 +50,7 @@ _NOTES = {"w-footnoteReference": "footnote", "w-endnoteReference": "endnote"}
 _NOTES |= dict.fromkeys(("w-commentReference", "w-commentRangeEnd"), "comment")  # some programs save no reference
 
 
-def read(source: str, data: bytes, read_as: Callable[[PurePath, str, bytes], list[Document]]) -> list[Document]:
-    """Read a document. `read_as` reads files of another name: other programs save pages and rich text as `.doc`."""
+def read(source: str, data: bytes) -> list[Document]:
     ending = next((ending for ending, form in _DISGUISED.items() if form.match(data)), "")
     if data.startswith(b"PK"):
         return [_read_new(source, data)]
