@@ -36,7 +36,7 @@ _ARCHIVES = frozenset(
 _FOREIGN = (
     *(*_IMAGES, *_ARCHIVES),
     *".ps .eps .djvu .xps .mobi .azw .azw3 .chm .pages .wpd .hwp .hwpx .xlsb .numbers".split(),
-    *".vsd .pst .ost".split(),
+    *".vsd .msg .oft .pst .ost".split(),
     *".mp3 .wav .flac .ogg .oga .opus .m4a .aac .wma .mid .midi .aiff".split(),
     *".mp4 .m4v .mkv .webm .avi .mov .wmv .flv .mpg .mpeg .3gp".split(),
     *".exe .dll .so .dylib .class .pyc .pyo .wasm .ttf .otf .woff .woff2 .eot".split(),
@@ -59,7 +59,7 @@ _CODE = (
 )
 _OPENDOCUMENT = ".odt .ott .fodt .ods .ots .fods .odp .otp .fodp .odg .otg .fodg .odf"
 _XML = ".xml .xsd .xsl .xslt .rss .atom .plist .opml .kml .gpx .dita .tei .fb2 .xlf .tmx .resx .wsdl .rdf .svg"
-_CONTAINERS = (".zip", ".eml", ".mbox", ".emlx", ".msg", ".oft")
+_CONTAINERS = (".zip", ".eml", ".mbox", ".emlx")
 _SEVERAL = (*_CONTAINERS, ".jsonl", ".ndjson", ".jsonlines")  # files that may hold several documents
 REVISION = "3"  # of all readers and of the tables of chunks; another one reads every file again
 _MOST_HERE = 1 << 20  # bytes of a text that is read in this process, by readers that take linear time
@@ -164,7 +164,6 @@ _FORMATS = (
     _Format("rtf", ".rtf"),
     _Format("epub", ".epub"),
     _Format("mail", ".eml .mbox .emlx"),
-    _Format("outlook", ".msg .oft", library="olefile"),
     _Format("notebook", ".ipynb"),
     _Format("html", ".html .htm .xhtml .shtml"),
     _Format("mail.read_page", ".mhtml .mht"),

@@ -20,7 +20,7 @@ from kvtool.core.corpus.readers.document import Document, EmptyFile, MissingPack
 from kvtool.core.corpus.readers.encoding import decode
 from kvtool.core.corpus.readers.html import document_of, marked, page_text, visible
 
-SHOWN = ("Subject", "From", "To", "Cc", "Bcc", "Date")
+_SHOWN = ("Subject", "From", "To", "Cc", "Bcc", "Date")
 _BEGINS = b"From "  # the line before each message of a mailbox
 _COUNT = re.compile(rb"\s*(\d{1,18})[ \t]*\r?\n")  # the line before the message of an .emlx file: its length in bytes
 _BOMS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
@@ -44,30 +44,18 @@ _ENDINGS.add_type("text/calendar", ".ics")
 
 
 def read(source: str, data: bytes) -> list[Document]:
+    """Read messages and their attachments as documents."""
     if not data.strip():
         raise EmptyFile("empty")
     if data.startswith(_BOMS) or b"\0" in data[:2]:
         data = decode(data)[0].encode()
-    if data.startswith(_BEGINS):
-        found = enumerate(_messages(data), 1)
-        return documents(source, ((str(number), _parsed(one), one, line) for number, (line, one) in found))
-    count = _COUNT.match(data)
-    start, end = (count.end(), count.end() + int(count[1])) if count else (0, None)
-    message = _parsed(data[start:end])
-    if not any(name in message for name in (*SHOWN, "Message-ID", "Received")):
-        raise UnreadableFile("no mail: it has none of a message's headers")
-    return documents(source, [("", message, data[start:end], 1 + data.count(b"\n", 0, start))])
-
-
-def documents(source: str, messages: Iterable[tuple[str, Message, bytes, int]]) -> list[Document]:
-    """Make documents of messages (label, parts, bytes, first line; 0: the file has no lines) and attachments."""
     made: list[Document] = []
     attachments, lost = _Attachments(), 0
     error: UnreadableFile = EmptyFile("empty: there is no text in it")
-    for label, message, data, line in messages:
-        text = _Text(data, line)
+    for label, message, part, line in _messages(data):
+        text = _Text(part, line)
         try:
-            text.add_headers(message, SHOWN)
+            text.add_headers(message, _SHOWN)
             text.add(message)
             name = f"{source}#{label}" if label else source
             attached, lines = attachments.read(f"{name}/" if label else f"{name}#", text.files)
@@ -105,12 +93,23 @@ def _lines(data: bytes, page: Message) -> list[int]:
     return [first, *(first + at for at, line in enumerate(lines, 1) if not line.rstrip().endswith("="))]
 
 
-def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:
-    first, lines = 0, io.BytesIO(data).readlines()
+def _messages(data: bytes) -> Iterator[tuple[str, Message, bytes, int]]:
+    """Yield the label, the parts, the bytes and the first line of each message."""
+    if not data.startswith(_BEGINS):
+        stated = _COUNT.match(data)
+        start, end = (stated.end(), stated.end() + int(stated[1])) if stated else (0, None)
+        message = _parsed(data[start:end])
+        if not any(name in message for name in (*_SHOWN, "Message-ID", "Received")):
+            raise UnreadableFile("no mail: it has none of a message's headers")
+        yield "", message, data[start:end], 1 + data.count(b"\n", 0, start)
+        return
+    first, count, lines = 0, 0, io.BytesIO(data).readlines()
     for number, line in enumerate([*lines, _BEGINS]):
         if line.startswith(_BEGINS) and (number == len(lines) or not number or not lines[number - 1].strip()):
             if number:
-                yield first + 2, b"".join(lines[first + 1 : number])
+                count += 1
+                one = b"".join(lines[first + 1 : number])
+                yield str(count), _parsed(one), one, first + 2
             first = number
 
 
@@ -128,7 +127,6 @@ class _Text:
         self._data = data
         self._line = line
         self._at = 0  # in the data, where that line is
-        self._paragraphs = 0
 
     def add(self, part: Message, depth: int = 0, is_shown: bool = True) -> None:
         if depth > _DEEPEST:
@@ -139,7 +137,7 @@ class _Text:
             for inner in parts:
                 if is_shown and not kind.startswith("multipart/"):
                     self._move(self._data.find(f"\n{next(iter(inner.keys()), '')}:".encode(), self._at) + 1)
-                    self.add_headers(inner, tuple(inner.keys()) if kind in _REPORTS else SHOWN)
+                    self.add_headers(inner, tuple(inner.keys()) if kind in _REPORTS else _SHOWN)
                 self.add(inner, depth + 1, is_shown and inner in shown)
         elif not _is_text(part):
             self._add_file(part)
@@ -155,14 +153,8 @@ class _Text:
         gap = "\n\n"
         for number, words in enumerate(text.split("\n")):
             if words.strip():
-                self.made.add(self._place(number * step), words, gap)
+                self.made.add(self._line + number * step, words, gap)
             gap = "\n" if words.strip() else "\n\n"
-
-    def _place(self, lines: int = 0) -> int | str:
-        if self._line:
-            return self._line + lines
-        self._paragraphs += 1
-        return f"¶ {self._paragraphs}"
 
     def _move(self, at: int) -> None:
         if at > self._at:
