@@ -118,7 +118,7 @@ def read_as(path: PurePath, source: str, data: bytes) -> list[Document]:
         name = without_gz(path)
         data = data if name == path else gunzip(data)
         known = _BY_ENDING.get(ending_of(name))
-        return _reader(known.reader if known else "unknown")(source, data)
+        return _reader(known.reader if known else "text.read_unknown")(source, data)
     try:
         read: Reader = plugin.load()
         return read(source, data)
@@ -162,9 +162,9 @@ _FORMATS = (
     _Format("sheets", ".xlsx .xlsm .xltx .xltm .xls .xlt", library="xlrd"),
     _Format("opendocument", _OPENDOCUMENT),
     _Format("rtf", ".rtf"),
-    _Format("epub", ".epub"),
+    _Format("html.read_epub", ".epub"),
     _Format("mail", ".eml .mbox .emlx"),
-    _Format("notebook", ".ipynb"),
+    _Format("jsonl.read_notebook", ".ipynb"),
     _Format("html", ".html .htm .xhtml .shtml"),
     _Format("mail.read_page", ".mhtml .mht"),
     _Format("archive", ".zip"),

@@ -1,15 +1,28 @@
-"""HTML → its visible text, by own code, since answers cite lines: selectolax knows no lines of a page, lxml only those
-of elements, up to 65,535, and the standard library's parser takes quadratic time on quotes that do not close."""
+"""HTML, and EPUB books of it → their visible text, by own code, since answers cite lines: selectolax knows no lines of a
+page, lxml only those of elements, up to 65,535, and the standard library's parser takes quadratic time on quotes that
+do not close."""
 
 from __future__ import annotations
 
+import posixpath
 import re
-from collections.abc import Sequence
+import zipfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from html import unescape
+from urllib.parse import unquote
 
 from kvtool.core.common.marks import Mark
-from kvtool.core.corpus.readers.document import Document, EmptyFile, Grid, shortened_references, without_data_uris
+from kvtool.core.corpus.readers.containers import checked, member, parsed
+from kvtool.core.corpus.readers.document import (
+    Document,
+    EmptyFile,
+    Grid,
+    UnreadableFile,
+    numbered,
+    shortened_references,
+    without_data_uris,
+)
 from kvtool.core.corpus.readers.encoding import declared_by, decode, of_text
 
 declared_encoding = declared_by(rb"""<(?:meta|\?xml)[^>]*?(?:charset|encoding)\s*+=\s*+["']?\s*+([\w.:-]++)""", 4096)
@@ -44,11 +57,30 @@ _MARK = re.compile(r"[^\W\d_]|\d{1,3}(?:[\s,;–-]+\d{1,3})*|[ivx]{1,5}")  # of 
 _TABLE = frozenset(("table", "thead", "tbody", "tfoot", "tr", "td", "th"))
 _ALL_ROWS = 65_534
 _LONGEST_PROSE = 500  # characters of a cell's paragraphs that are still a row's
+_BOOK = "META-INF/container.xml"
+_BOOK_PAGES = ("application/xhtml+xml", "text/html")
 
 
 @of_text(declared_encoding)
 def read(source: str, text: str) -> list[Document]:
     return [document_of(source, *marked(text))]
+
+
+def read_epub(source: str, data: bytes) -> list[Document]:
+    with checked(data) as archive:
+        if "META-INF/encryption.xml" in archive.namelist() and "META-INF/rights.xml" in archive.namelist():
+            raise UnreadableFile("protected by its seller (DRM)")
+        pages = [visible(page_text(member(archive, name))) for name in _spine(archive)]
+        return [numbered(source, "html", "ch.", pages)]
+
+
+def _spine(archive: zipfile.ZipFile) -> Iterator[str]:
+    root = next((e.get("full-path", "") for e in parsed(archive, _BOOK).iterfind(".//{*}rootfile")), "")
+    book = parsed(archive, root)
+    pages = {e.get("id"): e.get("href", "") for e in book.iter() if e.get("media-type") in _BOOK_PAGES}
+    for item in book.iterfind(".//{*}itemref"):
+        if href := pages.get(item.get("idref")):
+            yield posixpath.normpath(posixpath.join(posixpath.dirname(root), unquote(href.partition("#")[0])))
 
 
 def document_of(source: str, text: str, marks: Sequence[Mark]) -> Document:

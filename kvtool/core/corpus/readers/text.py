@@ -7,6 +7,7 @@ import html
 import re
 import unicodedata
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from kvtool.core.corpus.readers.document import Document, cleaned, embedded_note, joined, without_data_uris
@@ -22,6 +23,12 @@ _CONTROLS = ("Cc", "Cs", "Zl", "Zp")  # Unicode's categories of what is no lette
 _UNFOLDED = re.compile(r"[^\n]*+(?:\n[ \t][^\n]*+)*+\n?")  # a line, with those that continue it
 _SPLIT = re.compile(rb"([\xc2-\xf4][\x80-\xbf]{0,2})(\r?\n[ \t])([\x80-\xbf]{1,3})")  # a character of UTF-8
 _VALUE_ESCAPE = re.compile(r"\\([nN,;\\])")
+
+
+def read_unknown(source: str, data: bytes) -> list[Document]:
+    """Read a file whose name does not say what it is."""
+    (document,) = read(source, data)
+    return [replace(document, kind="code") if document.text.startswith("#!") else document]
 
 
 def read_calendar(source: str, data: bytes) -> list[Document]:

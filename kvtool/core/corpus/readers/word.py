@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import PurePath
 from xml.etree.ElementTree import Element
 
-from kvtool.core.corpus.readers import read_as, unknown
+from kvtool.core.corpus.readers import read_as
 from kvtool.core.corpus.readers.clauses import Clauses, Styles, count, find, is_on, value
 from kvtool.core.corpus.readers.containers import checked, is_old
 from kvtool.core.corpus.readers.document import Document, UnreadableFile, hidden_note, opened, table_row, unread_note
@@ -19,6 +19,7 @@ from kvtool.core.corpus.readers.equations import linear
 from kvtool.core.corpus.readers.ir import LONGEST_LABEL, PAGE, Piece, blocks, comment, counter, framed, image, line
 from kvtool.core.corpus.readers.openxml import Link, Package, named
 from kvtool.core.corpus.readers.symbols import glyphs, symbol
+from kvtool.core.corpus.readers.text import read_unknown
 
 _HEADING = re.compile(r"title|heading (\d)")
 _DISGUISED = {  # what other programs save under a Word document's name
@@ -62,7 +63,7 @@ def read(source: str, data: bytes) -> list[Document]:
         raise UnreadableFile("a Word document as one XML file", "save it as .docx")
     if data.startswith(b"\xd0\xcf\x11\xe0") or not source.lower().endswith((".doc", ".dot")):
         checked(data)
-    return unknown.read(source, data)
+    return read_unknown(source, data)
 
 
 def _read_old(source: str, data: bytes) -> Document:
