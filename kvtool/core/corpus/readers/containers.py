@@ -1,4 +1,5 @@
-"""Containers of documents: ZIP and gzip files, opened only if what they unpack to is within bounds."""
+"""Containers of documents: ZIP and gzip files, opened only if what they unpack to is within bounds, and the parts of
+Open XML files, strict or transitional, with short names; damaged ones are left out and named."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""HTML, and EPUB books of it → their visible text, by own code, since answers cite lines: selectolax knows no lines of a
-page, lxml only those of elements, up to 65,535, and the standard library's parser takes quadratic time on quotes that
+"""HTML, and EPUB books of it → their visible text, by own code, since answers cite lines: selectolax knows no lines of
+a page, lxml only those of elements, up to 65,535, and the standard library's parser takes quadratic time on quotes that
 do not close."""
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """Texts: plain ones, Markdown and code as they are, without embedded data; JSON and XML with their escapes as letters,
-calendars with whole lines."""
+calendars with whole lines; files whose name does not say what they are, where their content is text that somebody
+wrote."""
 
 from __future__ import annotations
 

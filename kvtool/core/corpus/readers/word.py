@@ -1,4 +1,5 @@
-"""Word documents of today's formats, by an own walk, and of the one before 2007, by office_oxide."""
+"""Word documents of today's formats, by an own walk, with their styles and automatic numbers, and of the one before
+2007, by office_oxide."""
 
 from __future__ import annotations
 
