@@ -47,6 +47,7 @@ _PACKED = {  # ending → the member that holds the text
     "epub": "META-INF/container.xml",
 }
 _KINDS = ("text", "markdown", "html", "code")
+_FOLDER = Path(__file__).parents[1] / "corpus" / "cases"
 _GROWN = 60_000  # bytes
 _WIDEST = 16  # characters of text for a byte of a file that is not packed: numbered items of a deep list are widest
 
@@ -210,6 +211,15 @@ def _texts() -> list[bytes]:
     ]
 
 
+_CASES = {"json": "json", "xml": "xml", "calendar": "ics", "saved_page": "mhtml", "jsonl": "jsonl"}
+_CASES |= {"mail": "eml", "notebook": "ipynb"}
+
+
+def _cases(ending: str) -> list[bytes]:
+    """Files that readers once got wrong."""
+    return [path.read_bytes() for path in sorted(_FOLDER.glob(f"*.{ending}"))]
+
+
 _SEEDS: dict[str, list[bytes]] = {
     "html": [
         b"<!doctype html><html><head><meta charset=utf-8><title>T</title></head><body><h1>A</h1><p>b &amp; &#65;<br>c"
@@ -221,36 +231,8 @@ _SEEDS: dict[str, list[bytes]] = {
         b"<input value=v><input type=radio checked><select><option>o<option selected>p</select>"
         b"<ol start=3><li value=7>q",
     ],
-    "json": [
-        b'{"a": "\\ud83d\\ude00 \\u00e9 \\\\u0041 \\u0022", "b": "data:image/png;base64,' + b"iVBORw0K" * 40 + b'"}'
-    ],
-    "xml": [b'<?xml version="1.0" encoding="koi8-r"?><a b="&#x4e;">&#1052;&lt;&eacute;</a>'],
-    "calendar": [
-        b"BEGIN:VEVENT\r\nSUMMARY:a\r\n b\\, c\\nd\r\nEND:VEVENT\r\n",
-        b"N;CHARSET=UTF-8;ENCODING=QUOTED-PRINTABLE:=D0=98=\n=D0=99\nPHOTO;ENCODING=b:iVBO\n Rw0K\n",
-    ],
-    "saved_page": [
-        b'MIME-Version: 1.0\nContent-Type: multipart/related; boundary="x"\n\n--x\nContent-Type: text/html\n'
-        b"Content-Transfer-Encoding: quoted-printable\n\n<p>Caf=C3=A9 a=\nb\n<p>c\n--x\nContent-Type: text/html\n"
-        b"Content-Transfer-Encoding: base64\n\nPHA+eA==\n--x--\n"
-    ],
     "unknown": [b'.\\"\n.TH A 1\n.SH B\nc\n', b"#!/bin/sh\necho a\n", b"A licence.\n\nOf two parts.\n"],
-    "jsonl": [
-        b'{"id": "a", "title": "t", "text": "b"}\n{"id": 7, "content": "\\ud800"}\n\n[1]\n{"passage": "x"}',
-        b'{"id": "line 1", "body": "a"}\n{"text": "b", "id": "1"}\n{"text": "c"}\n',
-    ],
-    "mail": [
-        b"From: a@b.c\nTo: =?utf-8?q?J=C3=B6rg?= <d@e.f>\nSubject: =?x?b?YQ==?=\nMIME-Version: 1.0\n"
-        b'Content-Type: multipart/mixed; boundary="x"\n\n--x\nContent-Type: text/plain; charset=utf-8\n'
-        b"Content-Transfer-Encoding: base64\n\nSGVsbG8=\n--x\nContent-Type: text/html\n\n<p>b\n--x\n"
-        b'Content-Disposition: attachment; filename="a.pdf"\n\nz\n--x--\n'
-    ],
     "mailbox": [b"From a\nSubject: one\n\nbody\n\nFrom b\nMessage-ID: <x>\nContent-Type: text/html\n\n<b>two</b>\n"],
-    "notebook": [
-        b'{"cells": [{"cell_type": "code", "source": ["a = 1"], "outputs": [{"data": {"text/plain": ["1"]}}]},'
-        b'{"cell_type": "markdown", "source": "# b"}]}',
-        b'{"worksheets": [{"cells": [{"cell_type": "code", "input": "x", "outputs": [{"text": "y"}]}]}]}',
-    ],
     "encoding": [name.encode() + b"\n" + text for name in ("cp1252", "utf-7", "iso2022_jp", "") for text in _texts()],
     "split": [
         bytes((method, 20, kind)) + text
@@ -278,6 +260,7 @@ _MADE: dict[str, Callable[[], list[bytes]]] = {
     **dict.fromkeys(("text", "markdown"), _texts),
     **{ending: functools.partial(_member, ending) for ending in _PACKED},
     **{ending: lambda ending=ending: [_sound(ending)] for ending in ("pdf", "rtf")},
+    **{name: functools.partial(_cases, ending) for name, ending in _CASES.items()},
 }
 
 TARGETS: dict[str, tuple[Target, Callable[[], list[bytes]]]] = {
