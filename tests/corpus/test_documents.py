@@ -1,12 +1,15 @@
-"""Documents of every format: their text, and the place of each part of it in the file."""
+"""Documents of every format: their text, and the place of each part of it in the file; small files that readers once
+got wrong."""
 
 from __future__ import annotations
 
+import re
 import sys
+import tomllib
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -25,11 +28,26 @@ from tests.serve.conftest import wait_until
 from tests.support import documents
 from tests.support.office.portable import pdf, scanned
 
+_CASES = Path(__file__).parent / "cases"
+_EXPECTED: dict[str, dict[str, Any]] = tomllib.loads((_CASES / "expected.toml").read_text("utf-8"))
 
-@pytest.fixture
+
+@pytest.fixture(scope="module")
 def reading() -> Iterator[Reading]:
     with Reading(bounds=Bounds(seconds=600)) as made:
         yield made
+
+
+@pytest.mark.parametrize("name", _EXPECTED)
+def test_the_text_of_a_file_is_read_whole(name: str, reading: Reading) -> None:
+    path = _CASES / name
+    text = "\n".join(document.text for document in reading.documents(path, path.read_bytes()))
+    missing = [pattern for pattern in _EXPECTED[name]["matches"] if not re.search(pattern, text)]
+    assert (missing, [part for part in _EXPECTED[name].get("without", ()) if part in text]) == ([], []), text
+
+
+def test_every_file_has_an_expectation() -> None:
+    assert {path.name for path in _CASES.iterdir()} == {*_EXPECTED, "expected.toml"}
 
 
 def test_a_process_reads_what_this_one_would(tmp_path: Path, reading: Reading) -> None:
