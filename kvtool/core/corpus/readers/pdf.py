@@ -1,5 +1,4 @@
-"""PDF by pdfium: the text, form values and comments of each page; lines of pages from positioned pieces of text: cells,
-columns, superscripts and words cut at line ends."""
+"""PDF by pdfium: the text, form values and comments of each page."""
 
 from __future__ import annotations
 
@@ -9,9 +8,8 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from kvtool.core.corpus.readers.document import Document, UnreadableFile, hidden_note, numbered, opened, unread_note
-from kvtool.core.corpus.readers.pdf_layout import with_whole_words
 
-_PAGE_NUMBER = re.compile(r"(\d{1,9})")
+_NUMBER = re.compile(r"(\d{1,9})")
 _PAGE_WORD = "page|pag|p|pg|seite|side|sida|str|página|pagina|pág|стр|страница|第"
 _PAGE = re.compile(rf".*\d ?(?:/|of) ?\d+\W*|\W*(?:(?:{_PAGE_WORD})\W*)?\d+\W*[页頁쪽]?\W*", re.IGNORECASE)
 _RUNNING = 3  # pages that have the same head, at least
@@ -24,6 +22,7 @@ def read(source: str, data: bytes) -> list[Document]:
     with opened("PDF", "pypdfium2"):
         import pypdfium2
 
+        from kvtool.core.corpus.readers.pdf_layout import with_whole_words
         from kvtool.core.corpus.readers.pdf_page import Page
     try:
         file = pypdfium2.PdfDocument(data)
@@ -70,11 +69,11 @@ def _without_running_lines(pages: list[str], heads: list[set[str]]) -> list[str]
 def _running(texts: list[list[str]], end: int, heads: list[set[str]]) -> list[int]:
     lines = {at: page[end] for at, page in enumerate(texts) if len(page) > 1 and len(page[end]) <= _LONGEST_HEAD}
     lines = {at: line for at, line in lines.items() if line not in heads[at]}
-    shapes = Counter(_PAGE_NUMBER.sub("", line) for line in lines.values() if line.strip())
+    shapes = Counter(_NUMBER.sub("", line) for line in lines.values() if line.strip())
     shape, count = next(iter(shapes.most_common(1)), ("", 0))
     if count < (least := max(_RUNNING, len(texts) * 2 // 3)):
         return []
-    first = next(at for at, line in lines.items() if line.strip() and _PAGE_NUMBER.sub("", line) == shape)
+    first = next(at for at, line in lines.items() if line.strip() and _NUMBER.sub("", line) == shape)
     same = [at for at, line in lines.items() if _is_same(lines[first], line, at - first)]
     return same if len(same) >= least else []
 
@@ -83,7 +82,7 @@ def _is_same(line: str, other: str, pages: int) -> bool:
     """Whether a line is the same so many pages later, but for the page's number ("Question 3" has none)."""
     if line == other or not _PAGE.fullmatch(line):
         return line == other
-    parts, later = _PAGE_NUMBER.split(line), _PAGE_NUMBER.split(other)  # every other one is a number
+    parts, later = _NUMBER.split(line), _NUMBER.split(other)  # every other one is a number
     return len(parts) == len(later) and all(
         one == two or (at % 2 == 1 and int(two) - int(one) == pages)
         for at, (one, two) in enumerate(zip(parts, later, strict=True))
