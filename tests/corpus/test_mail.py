@@ -1,18 +1,15 @@
-"""Mail: forms of a text, forwarded messages, attachments, encodings, and Outlook items."""
+"""Mail: forms of a text, forwarded messages, attachments, encodings."""
 
 from __future__ import annotations
 
 import base64
-import struct
-from email.message import EmailMessage
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from kvtool.core.corpus.readers import file_of, read_documents
 from kvtool.core.corpus.readers import mail as mail_reader
-from kvtool.core.corpus.readers.document import Document, UnreadableFile
+from kvtool.core.corpus.readers.document import Document
 
 HEAD = "From: Alma Reyes <alma@example.org>\nSubject: Harbour\n"
 REPORT = (
@@ -241,125 +238,3 @@ def test_emlx_is_read_without_its_count_and_its_list() -> None:
     document = mail(f"{len(message)}      \n{message}<?xml version='1.0'?>\n<plist><dict/></plist>\n", "1.emlx")
     assert document.text.endswith("\n\nNine tons.\n")
     assert place(document, "Nine") == 5
-
-
-Tree = dict[str, "bytes | Tree"]
-
-
-def compound(tree: Tree) -> bytes:
-    """Write a compound file whose streams are all of 4,096 bytes or more, so that there is no short one."""
-    sectors: list[bytes] = []
-    fat: list[int] = []
-    entries: list[list[object]] = []
-
-    def chain(data: bytes) -> int:
-        first = len(sectors)
-        sectors.extend(data[at : at + 512].ljust(512, b"\0") for at in range(0, len(data), 512))
-        fat.extend([*range(first + 1, len(sectors)), 0xFFFFFFFE])
-        return first
-
-    def add(name: str, node: bytes | Tree) -> int:
-        number = len(entries)
-        start, size = (chain(node), len(node)) if isinstance(node, bytes) else (0, 0)
-        entry: list[object] = [name, 2 if isinstance(node, bytes) else 1, 0xFFFFFFFF, 0xFFFFFFFF, start, size]
-        entries.append(entry)
-        children = [] if isinstance(node, bytes) else [add(*item) for item in node.items()]
-        for left, right in pairwise(children):
-            entries[left][2] = right
-        entry[3] = children[0] if children else 0xFFFFFFFF
-        return number
-
-    add("Root Entry", tree)
-    entries[0][1] = 5
-    entries[0][4] = 0xFFFFFFFE
-    directory = b"".join(
-        str(name).encode("utf-16-le").ljust(64, b"\0")
-        + struct.pack("<HBBIII36xIQ", 2 * len(str(name)) + 2, kind, 1, 0xFFFFFFFF, right, child, start, size)
-        for name, kind, right, child, start, size in entries
-    )
-    at = chain(directory)
-    fats = len(fat) // 127 + 1
-    first = len(fat)
-    table = struct.pack(
-        f"<{128 * fats}I", *[*fat, *[0xFFFFFFFD] * fats, *[0xFFFFFFFF] * (128 * fats - len(fat) - fats)]
-    )
-    begin, numbers = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", (0, fats, at, 0, 4096, 0xFFFFFFFE, 0, 0xFFFFFFFE, 0)
-    head = struct.pack("<8s16xHHHHH6x9I", begin, 62, 3, 0xFFFE, 9, 6, *numbers)
-    listed = struct.pack("<109I", *[*range(first, first + fats), *[0xFFFFFFFF] * (109 - fats)])
-    return head + listed + b"".join(sectors) + table
-
-
-def item(inner: Tree | None = None, code_page: int = 0, **texts: str) -> Tree:
-    """Make an item of its strings, by tag; with a code page as bytes of it."""
-    kind, codec = ("001E", f"cp{code_page}") if code_page else ("001F", "utf-16-le")
-    strings: Tree = {f"__substg1.0_{tag[1:]}{kind}": f"{words:\0<4096}".encode(codec) for tag, words in texts.items()}
-    sent = struct.pack("<IIQ", 0x00390040, 6, 0x01F0_0000_0000_0000) + struct.pack("<III4x", 0x3FFD0003, 6, code_page)
-    return {"__properties_version1.0": (bytes(32) + sent).ljust(4096, b"\0"), **strings, **(inner or {})}
-
-
-NOTE = {"t0037": "Harbour", "t0C1A": "Reyes, Alma", "t0C1F": "alma@example.org", "t0E04": "Bruno; Cara"}
-
-
-def attachment(name: str, data: bytes) -> Tree:
-    return {
-        "__substg1.0_3707001F": f"{name:\0<4096}".encode("utf-16-le"),
-        "__substg1.0_37010102": data.ljust(4096, b"\n"),
-    }
-
-
-def test_outlook_headers() -> None:
-    document = mail(compound(item(**NOTE, t1000="The crane lifts nine tons.\r\nIt is old.")), "a.msg")
-    date = "Sun, 31 May 2043 11:40:44 +0000"
-    head = f"Subject: Harbour\nFrom: Reyes, Alma <alma@example.org>\nTo: Bruno; Cara\nDate: {date}\n"
-    assert document.text == f"{head}\nThe crane lifts nine tons.\nIt is old.\n"
-    assert (place(document, "Subject"), place(document, "It is old")) == ("¶ 1", "¶ 6")
-    date = "Date: Mon, 3 Mar 2031 10:00:00 +0000\r\n"
-    headers = f"From: =?utf-8?q?J=C3=B6rg?= <j@x>\r\nTo: Bruno <b@x>,\r\n Cara <c@x>\r\n{date}"
-    text = mail(compound(item(**NOTE, t007D=headers)), "a.msg").text
-    assert (
-        text
-        == "Subject: Harbour\nFrom: Jörg <j@x>\nTo: Bruno <b@x>, Cara <c@x>\nDate: Mon, 03 Mar 2031 10:00:00 +0000\n"
-    )
-
-
-def test_outlook_texts_are_read() -> None:
-    words = "Маяк стоит на северном берегу, ключ хранит Инес."
-    assert words in mail(compound(item(code_page=1251, t0037="Маяк", t1000=words)), "a.msg").text
-    html = f"<html><meta charset=windows-1252><p>Crêpes at the pier</p>{'<br>' * 1024}".encode("cp1252")
-    assert "Crêpes at the pier" in mail(compound(item({"__substg1.0_10130102": html}, **NOTE)), "a.msg").text
-    inner = EmailMessage()
-    inner["Subject"] = "Crane"
-    inner.set_content("Nine tons.")
-    tree: Tree = {"__attach_version1.0_#00000000": attachment("a.eml", inner.as_bytes())}
-    assert "Subject: Crane\n\nNine tons." in mail(compound(item(tree, **NOTE)), "a.msg").text
-
-
-def test_outlook_rich_text_that_is_not_read_is_counted() -> None:
-    rich: Tree = {"__substg1.0_10090102": b"\0" * 8 + b"LZFu" + b"x" * 4096}
-    assert mail(compound(item(rich, **NOTE)), "a.msg").notes == ("attachments: 1 not read",)
-    assert mail(compound(item(rich, **NOTE, t1000="Nine tons.")), "a.msg").notes == ()
-    clear: Tree = {"__substg1.0_10090102": (b"\0" * 8 + b"MELA\0\0\0\0{\\rtf1 Nine tons.}").ljust(4096, b"\n")}
-    assert "Nine tons." in read(compound(item(clear, **NOTE)), "a.msg")[1].text
-
-
-def test_outlook_attachments_and_attached_items_are_read() -> None:
-    inner = item(
-        {"__attach_version1.0_#00000000": attachment("b.txt", b"Inner rope")}, t0037="Inner", t1000="Nine tons."
-    )
-    tree: Tree = {
-        "__attach_version1.0_#00000000": attachment("a.md", b"# Rope"),
-        "__attach_version1.0_#00000001": {"__substg1.0_3701000D": inner},
-        "__attach_version1.0_#00000002": attachment("c.zip", b"PK"),
-    }
-    found = read(compound(item(tree, **NOTE, t1000="See below.")), "a.msg")
-    assert [document.source for document in found] == ["/in/a.msg", "/in/a.msg#a.md", "/in/a.msg#b.txt"]
-    assert "See below.\n\nSubject: Inner\n" in found[0].text
-    assert found[0].text.endswith("Nine tons.\n\nAttachments: a.md, b.txt\nAttachments, not read: c.zip\n")
-    assert {file_of(document.source) for document in found} == {"/in/a.msg"}
-
-
-def test_a_damaged_outlook_file_is_refused() -> None:
-    whole = compound(item(**NOTE, t1000="Nine tons."))
-    for data in (b"no compound file", whole[:600], whole[:512] + b"\xff" * (len(whole) - 512)):
-        with pytest.raises(UnreadableFile):
-            read(data, "a.msg")

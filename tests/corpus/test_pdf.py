@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
+
 import pytest
 
-from kvtool.core.corpus.readers import READERS
+from kvtool.core.corpus.readers import read_as
 from kvtool.core.corpus.readers.document import Document
 from tests.support.office.portable import drawing, pdf
 
@@ -13,7 +15,7 @@ _RIGHT = ["Salt came from the south", "on ships that never went", "home without 
 
 
 def _read(data: bytes) -> Document:
-    (document,) = READERS[".pdf"]("a.pdf", data)
+    (document,) = read_as(PurePath("a.pdf"), "a.pdf", data)
     return document
 
 

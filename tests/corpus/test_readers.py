@@ -1,9 +1,10 @@
-"""Readers: encodings, binary files, HTML, JSON lines."""
+"""Readers of texts: encodings, mostly English texts in legacy ones, the user's own choice, binary files, HTML."""
 
 from __future__ import annotations
 
 import codecs
 import time
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ from hypothesis import strategies as st
 
 from kvtool.core.corpus.readers import read_documents
 from kvtool.core.corpus.readers.document import Document, UnreadableFile
+from kvtool.core.corpus.reading import Reading
+from kvtool.core.errors import UsageError
+from kvtool.core.ingest.options import IngestOptions
 
 KOREAN = "오늘은 날씨가 참 좋습니다. 산책을 나갔다."
 JAPANESE = "今日は良い天気ですね。散歩に行きましょう。"
@@ -94,6 +98,10 @@ def test_binary(data: bytes) -> None:
     [
         *(("a.txt", "text"), ("a.MD", "markdown"), ("a.rs", "code"), ("Makefile", "code"), ("a.unknown", "text")),
         ("README", "text"),
+        ("a.tex", "text"),
+        ("a.srt", "text"),
+        ("a.man", "text"),
+        ("a.svg", "code"),
     ],
 )
 def test_kinds(name: str, kind: str) -> None:
@@ -152,3 +160,175 @@ def test_a_page_that_names_what_is_no_encoding(name: str) -> None:
     page = f'<meta charset="{name}"><p>café {"-a" * 20_000}'
     assert "café" in read(page.encode("latin-1"), "a.html").text
     assert time.process_time() - begun < 2
+
+
+ENGLISH = "The ferry leaves at noon, and the harbour office closes at five.\n" * 30
+SENTENCES = {
+    "Паром отходит в полдень, касса закрыта.": ("cp1251", "koi8_r", "iso8859_5", "cp866", "mac_cyrillic", "cp855"),
+    "Пором відходить опівдні, каса зачинена.": ("cp1251", "koi8_u"),
+    "Το πλοίο φεύγει το μεσημέρι.": ("cp1253", "iso8859_7"),
+    "המעבורת יוצאת בצהריים מהנמל.": ("cp1255", "iso8859_8"),
+    "العبارة تغادر الميناء عند الظهر.": ("cp1256", "iso8859_6"),
+    "Vapur öğlen kalkıyor, gişe şimdi kapalı.": ("cp1254", "iso8859_9"),
+    "เรือออกจากท่าตอนเที่ยงวัน": ("cp874", "tis_620"),
+    "Keltas išplaukia vidurdienį, kasa uždaryta šį vakarą.": ("cp1257", "iso8859_13", "iso8859_4"),
+    "Prāmis atiet pusdienlaikā, kase ir slēgta.": ("cp1257", "iso8859_13"),
+    "Phà rời bến lúc giữa trưa, quầy vé đóng cửa.": ("cp1258",),
+    "Prom odpływa w południe, kasa już zamknięta.": ("cp1250", "iso8859_2", "cp852"),
+    "Převoz odplouvá v poledne, pokladna je zavřená.": ("cp1250", "iso8859_2"),
+    "Trajekt odlazi u podne, šalter je već zatvoren.": ("cp1250", "iso8859_2"),
+    "A komp délben indul, a pénztár már bezárt, később gyűlünk.": ("cp1250", "iso8859_2"),
+    "Le bac coûte 12 €, guichet fermé à midi.": ("cp1252", "iso8859_15"),
+    "El transbordador zarpa mañana a mediodía.": ("cp1252", "latin-1", "mac_roman", "cp850"),
+    "Die Fähre fährt mittags, die Kasse schließt früh.": ("cp1252", "latin-1", "mac_roman", "cp850"),
+    "Færgen sejler på søndag, lugen er lukket i går.": ("cp1252", "latin-1"),
+    "フェリーは正午に出港します。": ("shift_jis", "euc_jp", "iso2022_jp"),
+    "渡轮中午出发，售票处已经关门。": ("gbk", "gb18030"),
+    "渡輪中午出發，售票處已經關門。": ("big5",),
+    "배는 정오에 떠나고 매표소는 닫혔습니다.": ("cp949", "iso2022_kr"),
+}
+CASES = [(text, codec) for text, codecs in SENTENCES.items() for codec in codecs]
+
+
+def encoded(text: str, codec: str) -> bytes:
+    """Encode; a letter that Vietnamese's code page lacks as the letter and a tone."""
+    if codec != "cp1258":
+        return text.encode(codec)
+    tones = str.maketrans(dict.fromkeys("\u0300\u0301\u0303\u0309\u0323", ""))
+    made = b""
+    for char in text:
+        apart = unicodedata.normalize("NFD", char)
+        letter = unicodedata.normalize("NFC", apart.translate(tones))
+        made += (letter + "".join(part for part in apart if not part.translate(tones))).encode(codec)
+    return made
+
+
+@pytest.mark.some(12)
+@pytest.mark.parametrize(("text", "codec"), CASES)
+def test_a_sentence_alone_and_among_english_lines(text: str, codec: str) -> None:
+    data = encoded(text, codec)
+    document = read(ENGLISH.encode() + data + b"\n" + ENGLISH.encode())
+    assert document.text == f"{ENGLISH}{data.decode(codec)}\n{ENGLISH}"
+    assert codec.startswith("iso2022") or "`--encoding NAME` sets another" in document.notes[0]
+    assert read(data).text == data.decode(codec)
+
+
+@pytest.mark.some(6)
+@pytest.mark.parametrize(
+    ("name", "codec"),
+    [
+        *(("Анна Соколова", "cp1251"), ("Дмитрий Орлов", "koi8_r"), ("Ελένη Παπαδοπούλου", "cp1253")),
+        *(("משה כהן", "cp1255"), ("فاطمة حسين", "cp1256"), ("Ayşe Yıldırım", "cp1254"), ("Žydrūnas Šarūnas", "cp1257")),
+        *(("Małgorzata Wójcik", "cp1250"), ("Jiří Dvořák", "iso8859_2"), ("José Núñez", "cp1252")),
+        *(("Søren Åkesson", "latin-1"), ("山田太郎", "shift_jis"), ("王小明", "gbk"), ("김영희", "cp949")),
+    ],
+)
+def test_a_name_in_an_english_table(name: str, codec: str) -> None:
+    rows = [f"{number};Client {number};Springfield\n" for number in range(40)]
+    table = "".join((*rows[:20], f"20;{name};Springfield\n", *rows[20:]))
+    assert read(table.encode(codec), "clients.csv").text == table
+
+
+ROWS = """day{},1{}°C | day{};Köln;1{}°C | rope{};1{}€ | at {} it was 1{}° | see §{} and §1{} | {} ±1{} mm | {};1{}µm
+ | {};£1{}.50 | {};Müller;£1{}.50 | {};1{}½ | {};Größe1{}ü"""
+
+
+WORDS = {
+    "cp1252": (
+        *("25°C±2°C; 6µV; 45°N; £5, €6, ¥7; 1996–2000; «10»; Nº5; 2ª", "it’s “quoted” – really…", "20 °C", "£40"),
+        *("§ 5", "½ cup", "5 µm", "© 2031", "café", "Zoë", "Perù"),
+    ),
+    **{"cp1255": ("שלום לכולם", "שלום"), "iso8859_8": ("מנהל המעגן",), "cp1251": ("план",), "cp1253": ("την",)},
+    **{"euc_jp": ("灯台の鍵", "港の門", "カメラ"), "big5": ("數量",)},
+}
+
+
+@pytest.mark.parametrize(("codec", "text"), [(codec, text) for codec, texts in WORDS.items() for text in texts])
+def test_words_among_english_ones(codec: str, text: str) -> None:
+    assert read(f"Notes: {text} (page 4).\n".encode(codec)).text == f"Notes: {text} (page 4).\n"
+
+
+@pytest.mark.parametrize("row", ROWS.split(" | "))
+def test_signs_at_many_numbers_are_western(row: str) -> None:
+    text = "".join(row.format(number, number) + "\n" for number in range(30))
+    assert read(text.encode("cp1252"), "a.csv").text == text
+
+
+def test_an_ambiguous_sign_of_currency_is_the_euro() -> None:
+    assert read(b"item;10\xa4\nother;11\xa4\n", "a.csv").text == "item;10€\nother;11€\n"
+
+
+@pytest.mark.parametrize(
+    ("label", "codec", "text"),
+    [
+        *((label, "cp1252", "1996–2000, 40 €, “fine”") for label in ("iso-8859-1", "ISO_8859-1", "latin1", "us-ascii")),
+        *((label, "cp1255", "שלום עולם") for label in ("iso-8859-8-i", "logical", "windows-1255")),
+        *((label, "cp932", "①鍵") for label in ("shift_jis", "x-sjis", "windows-31j")),
+        *(("iso-8859-9", "cp1254", "Şişli – “açık”"), ("tis-620", "cp874", "ก…"), ("windows-874", "cp874", "ก…")),
+        *(("x-euc-jp", "euc_jp", "鍵"), ("gb2312", "gb18030", "王镕"), ("ks_c_5601-1987", "cp949", "똠")),
+        *(("big5", "big5hkscs", "碁"), ("win-1251", "cp1251", "Да"), ("x-mac-cyrillic", "mac_cyrillic", "Да")),
+    ],
+)
+def test_declared_encodings_are_read_as_by_browsers(label: str, codec: str, text: str) -> None:
+    page = f'<html><head><meta charset="{label}"></head><p>{text}</p></html>'
+    mail = f"From: a@b.c\nContent-Type: text/plain; charset={label}\n\n{text}\n"
+    assert text in read(page.encode(codec), "a.html").text
+    assert text in read(mail.encode(codec), "a.eml").text
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        "The café opens, Größe".encode() + b"\xc3",
+        "Line one: Größe\n".encode() + b"Line two: Gr\xf6e\n",
+        "Zoë’s 20 °C, caf".encode() + b"\xc3 \n",
+        "à la café".encode() + b"\xe9",
+    ],
+)
+def test_utf8_with_few_accents_and_a_broken_one(data: bytes) -> None:
+    document = read(data)
+    assert document.text == data.decode("utf-8", "replace")
+    assert document.notes == ("1 invalid utf-8 bytes replaced by U+FFFD",)
+
+
+def test_a_log_with_terminal_colours_is_no_japanese() -> None:
+    text = "\x1b[31mfailed\x1b[0m pump 3 $B\n"
+    assert read(text.encode()) == Document("/corpus/a.txt", text, "text")
+
+
+@pytest.mark.parametrize("codec", ["utf-8", "cp1252"])
+def test_runs_of_nul_bytes_are_left_out_of_a_log(codec: str) -> None:
+    data = b"pump 3 on\npump 3" + bytes(600) + b"off\n" + bytes(12) + "Größe E7\n".encode(codec) + bytes(500)
+    document = read(data)
+    assert document.text == "pump 3 on\npump 3 off\nGröße E7\n"
+    assert document.notes[0] == "1112 NUL bytes left out"
+
+
+@pytest.mark.parametrize("ending", [".txt", ".html", ".md"])  # HTML is read in another process
+def test_the_given_encoding_is_used_where_utf8_fails(tmp_path: Path, ending: str) -> None:
+    path, text = tmp_path / f"a{ending}", "Київ і Львів"
+    with Reading(encoding="cp1251") as reading:
+        assert not reading.documents(path, text.encode("cp1251"))[0].notes
+        assert reading.documents(path, text.encode("cp1251"))[0].text.strip() == text
+        assert reading.documents(path, text.encode())[0].text.strip() == text
+        assert reading.documents(path, text.encode("utf-16"))[0].text.strip() == text
+    with Reading() as reading:
+        assert "not UTF-8" in reading.documents(path, text.encode("cp1251"))[0].notes[0]
+
+
+def test_a_given_encoding_yields_to_a_declared_one_and_changes_settings(tmp_path: Path) -> None:
+    page = '<meta charset="iso8859-7"><p>Η Αθήνα'
+    with Reading(encoding="cp1251") as reading:
+        assert "Αθήνα" in reading.documents(tmp_path / "a.html", page.encode("iso8859-7"))[0].text
+    path, other = Path("a.txt"), Reading(encoding="cp1251")
+    assert Reading().settings(path) != other.settings(path)
+    assert other.settings(path) == Reading(encoding="windows-1251").settings(path)
+    assert Reading().means(path) != other.means(path)
+
+
+def test_an_unknown_encoding_is_an_error_of_usage() -> None:
+    for name in ("cp1251", "Latin-1", "shift_jis", "windows-1252", "utf-16"):
+        IngestOptions(encoding=name).check()
+    for name in ("klingon", "rot13", "punycode", "base64", ""):
+        with pytest.raises(UsageError, match="is not a known encoding"):
+            IngestOptions(encoding=name).check()

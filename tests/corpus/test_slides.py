@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import zipfile
 from collections.abc import Callable
+from pathlib import PurePath
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from pptx.chart.data import CategoryChartData, XyChartData
 from pptx.enum.chart import XL_CHART_TYPE
 from pptx.util import Inches
 
-from kvtool.core.corpus.readers import READERS
+from kvtool.core.corpus.readers import read_as
 from kvtool.core.corpus.readers.document import Document, UnreadableFile
 
 MAIN = "http://schemas.openxmlformats.org/drawingml/2006/main"
@@ -52,7 +53,7 @@ def saved(made: Any) -> bytes:
 
 
 def read(data: bytes, ending: str = ".pptx") -> Document:
-    (document,) = READERS[ending](f"a{ending}", data)
+    (document,) = read_as(PurePath(f"a{ending}"), f"a{ending}", data)
     return document
 
 

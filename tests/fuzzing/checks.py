@@ -42,17 +42,12 @@ def require(holds: bool, what: str) -> None:
 
 @dataclass
 class Checks:
-    """Holds a store and its answers against what they have to be.
-
-    Attributes
-    ----------
-    lead_ins : token ids of all lead-ins that chunks of this life were ever prefilled after, by digest.
-    done : how many checks there were, by name.
-    """
+    """Holds a store and its answers against what they have to be."""
 
     reference: Reference
+    # token ids of all lead-ins that chunks of this life were ever prefilled after, by digest
     lead_ins: dict[bytes, Ids] = field(default_factory=lambda: {ids_digest([]): ()})
-    done: Counter[str] = field(default_factory=Counter)
+    done: Counter[str] = field(default_factory=Counter)  # how many checks there were, by name
 
     @property
     def tokenizer(self) -> object:
@@ -61,14 +56,8 @@ class Checks:
     # ---- the store ----
 
     def store(self, path: Path, committed: Mapping[str, str], current: bool = False) -> None:
-        """Hold every document against its text, its chunks against its tokens, and their names against what they are
-        of.
-
-        Parameters
-        ----------
-        committed : the text of each document by its source: all there has to be.
-        current : all of it was ingested after the lead-in that the store has now.
-        """
+        """Hold all documents, `committed` by their sources, against their texts, their chunks against their tokens, and
+        these chunks' names. `current`: all of it was ingested after the lead-in that the store has now."""
         with Store.open(path) as store:
             identity = store_identity(store)
             require(set(store.sources()) == set(committed), f"documents {_apart(store.sources(), committed)} are wrong")
@@ -143,12 +132,8 @@ class Checks:
     # ---- answers ----
 
     def answer(self, reply: Reply, committed: Mapping[str, str], count: int, alone: bool = True) -> None:
-        """Hold an answer against plain transformers where it has to be exact, against fresh KV where it is not.
-
-        Parameters
-        ----------
-        count : tokens that were asked for. `alone`: no turns come before it.
-        """
+        """Hold an answer of `count` tokens against plain transformers where it has to be exact, against fresh KV where
+        it is not. `alone`: no turns come before it."""
         plan = reply.fused.plan
         for chunk, segment in zip(reply.chunks, plan.chunks, strict=True):
             require(chunk.source in committed, f"an answer from {chunk.source}, which is not there")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 
 import atheris  # type: ignore[import-not-found]
@@ -17,28 +16,25 @@ import atheris  # type: ignore[import-not-found]
 from tests.fuzzing import registry
 
 
-class Noting:
-    """A target that continues where Python raises; the bytes and the trace of each new place are kept in a folder."""
+def noting(target: registry.Target, folder: Path) -> registry.Target:
+    """Make a target that continues where Python raises, and keep the bytes and the trace of each new place."""
 
-    def __init__(self, target: registry.Target, folder: Path) -> None:
-        self._target, self._folder = target, folder
-
-    def __call__(self, data: bytes) -> None:
+    def run(data: bytes) -> None:
         try:
-            self._target(data)
+            target(data)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a panic of Rust is no Exception
-            self._note(data, error)
+            frames = traceback.extract_tb(error.__traceback__)
+            last = ([frame for frame in frames if "/kvtool/" in frame.filename] or frames)[-1]
+            place = f"{type(error).__name__} {last.filename} {last.name} {last.lineno}"
+            path = folder / f"raised-{hashlib.sha256(place.encode()).hexdigest()[:16]}"
+            if not path.exists():
+                path.write_bytes(data)
+                trace = "".join(traceback.format_exception(error))
+                path.with_suffix(".txt").write_text(trace, errors="backslashreplace")
 
-    def _note(self, data: bytes, error: BaseException) -> None:
-        frames = traceback.extract_tb(error.__traceback__)
-        ours = [frame for frame in frames if "/kvtool/" in frame.filename] or frames
-        place = f"{type(error).__name__} {ours[-1].filename} {ours[-1].name} {ours[-1].lineno}"
-        path = self._folder / f"raised-{hashlib.sha256(place.encode()).hexdigest()[:16]}"
-        if not path.exists():
-            path.write_bytes(data)
-            path.with_suffix(".txt").write_text("".join(traceback.format_exception(error)), errors="backslashreplace")
+    return run
 
 
 def main(target: str, module: str, folder: Path, options: list[str]) -> None:
@@ -47,7 +43,7 @@ def main(target: str, module: str, folder: Path, options: list[str]) -> None:
         each.mkdir(parents=True, exist_ok=True)
     with atheris.instrument_imports(include=["kvtool"]):
         function, sound = registry.loaded(target, module)
-        run: Callable[[bytes], None] = Noting(function, findings)
+        run = noting(function, findings)
         for seed in sound:  # what functions import is imported, and instrumented, now
             (seeds / hashlib.sha256(seed).hexdigest()[:16]).write_bytes(seed)
             run(seed)

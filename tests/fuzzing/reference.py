@@ -34,12 +34,8 @@ def loaded(folder: Path, store_dtype: str) -> Decoder:
 
 @dataclass
 class Reference:
-    """A family's model as a reference for kvtool: unmodified, and with KV that no store has seen.
-
-    Parameters
-    ----------
-    folder : of the model. `store_dtype`: the number format that KV is kept in; all is computed in float32.
-    """
+    """A family's model as a reference for kvtool: unmodified, and with KV that no store has seen. `store_dtype`: the
+    number format of the KV; all is computed in float32."""
 
     family: str
     folder: Path

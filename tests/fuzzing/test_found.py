@@ -13,7 +13,6 @@ from kvtool.core.cache import layout
 from kvtool.core.cache.store import Store
 from kvtool.core.checkpoint.hub import resolve
 from kvtool.core.checkpoint.load import load_model, supported_config
-from kvtool.core.corpus.ignoring import Rules
 from kvtool.core.errors import DamagedError, ModelError, UsageError
 from kvtool.core.options.resolve import PROJECT_FILE
 from kvtool.core.options.resolve import resolve as settings
@@ -45,13 +44,6 @@ def test_a_manifest_that_is_no_object(tmp_path: Path) -> None:
             writer.set_manifest(value)
         with pytest.raises(DamagedError, match="manifest"):
             store.manifest()
-
-
-def test_an_ignore_file_with_a_range_that_runs_backwards(tmp_path: Path) -> None:
-    (tmp_path / ".gitignore").write_text("x[q-a]\n*.log\n")
-    rules = Rules.above(tmp_path).below(tmp_path)
-    assert rules.names(tmp_path / "a.log", False)
-    assert not rules.names(tmp_path / "xq", False)
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no FIFOs here")

@@ -16,24 +16,7 @@ from kvtool.core.corpus.readers.unknown import SNIFFED, check
 from tests.cli.working import kvtool, listing
 
 WORDS = "Permission is hereby granted, free of charge, to any person who has a copy of this.\n"
-PAGE = """.\\" A comment.
-.TH VISIT 7 2026-05
-.de Sp
-.sp
-..
-.ie n \\{\\
-.    ds x y
-.\\}
-.SH NAME
-visit \\- walk around the caf\\('e
-.SH "SEE ALSO"
-.BR mill (1),
-\\fBriver\\fR\\|(1) \\(em \\*(L"both\\*(R"
-.TP
-\\fB\\-a\\fP, \\fB\\-\\-all\\fP
-do not leave out the \\e
-"""
-MDOC = ".Dd May 1\n.Dt VISIT 7\n.Sh NAME\n.Nm visit\n.Nd walk around\n.Sh SYNOPSIS\n.Nm visit\n.Op Fl a Ar place\n"
+PAGE = ".TH VISIT 7 2026-05\n.SH NAME\nvisit \\- walk around the mill\n"
 
 
 def noise(size: int, seed: int = 1) -> bytes:
@@ -84,19 +67,6 @@ def test_a_long_text_has_to_be_named() -> None:
         check(WORDS.encode() * 100, 1 << 25)
 
 
-def test_a_manual_page_is_read_without_its_requests() -> None:
-    for name in ("visit.7", "visit.man"):
-        (document,) = read_documents(Path("/in") / name, PAGE.encode())
-        assert document.kind == "markdown"
-        assert document.text == (
-            "# VISIT(7)\n\n# NAME\n\nvisit - walk around the café\n\n# SEE ALSO\n\n"
-            'mill(1),\nriver(1) — "both"\n\n-a, --all\ndo not leave out the \\\n'
-        )
-    assert [mark.place for mark in document.marks] == [2, 9, 10, 11, 12, 15]
-    (document,) = read_documents(Path("/in/visit.7"), MDOC.encode())
-    assert document.text == "# VISIT(7)\n\n# NAME\n\nvisit\nwalk around\n\n# SYNOPSIS\n\nvisit\n-a place\n"
-
-
 @pytest.mark.slow
 def test_a_packed_file_is_read_as_what_it_holds() -> None:
     for name, data in (("visit.7", PAGE.encode()), ("visit", WORDS.encode()), ("visit.html", b"<p>An old mill.</p>")):
@@ -117,7 +87,12 @@ def test_a_packed_file_is_read_as_what_it_holds() -> None:
 
 
 def test_other_texts_stay_as_they_are() -> None:
-    for text, kind in ((WORDS, "text"), (".hidden files\nare listed\n", "text"), ("#!/bin/sh\necho mill\n", "code")):
+    for text, kind in (
+        (WORDS, "text"),
+        (PAGE, "text"),
+        (".hidden files\n", "text"),
+        ("#!/bin/sh\necho mill\n", "code"),
+    ):
         (document,) = read_documents(Path("/in/a.1"), text.encode())
         assert (document.text, document.kind) == (text, kind)
 

@@ -18,6 +18,7 @@ from kvtool.core.corpus.readers import kind_of
 from kvtool.core.corpus.reading import Reading
 from kvtool.core.errors import UsageError
 
+_TYPES = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 _NOT_SHOWN = "not open to clients: hidden, a secret, or named by an ignore file"
 
 
@@ -180,7 +181,7 @@ class _Search:
 
     def _take_file(self, path: Path, status: os.stat_result, guessed: bool = False) -> bool:
         if not stat.S_ISREG(status.st_mode):
-            what = next((name for test, name in _TYPES if test(status.st_mode)), "a special file")
+            what = _TYPES.get(stat.S_IFMT(status.st_mode), "a special file")
             self._skip(path, Skip.SPECIAL, f"{what}, not a file")
             return False
         if self.reading.refuses(path):
@@ -291,11 +292,3 @@ def _reason(error: OSError) -> str:
     if error.errno == errno.ENOENT:
         return "a broken link, or the file has gone"
     return (error.strerror or type(error).__name__).lower()
-
-
-_TYPES = (
-    (stat.S_ISFIFO, "a FIFO"),
-    (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISCHR, "a device"),
-    (stat.S_ISBLK, "a device"),
-)

@@ -58,12 +58,6 @@ def _html(fact: Fact) -> str:
     )
 
 
-def _man(fact: Fact) -> str:
-    body = "\n.PP\n".join(text.replace("\\", "\\e").replace("-", "\\-") for text in fact.paragraphs)
-    title = fact.title.replace("-", "\\-")
-    return f'.\\" made by a script\n.TH VISIT 7 2026\n.SH {title}\n.nh\n.ds x y\n{body}\n'
-
-
 def _python(fact: Fact) -> str:
     body = "\n\n".join(f"    {text}" for text in fact.paragraphs)
     return f'"""{fact.title}\n\n{body}\n"""\n\n\ndef visit() -> None:\n    pass\n'
@@ -71,22 +65,6 @@ def _python(fact: Fact) -> str:
 
 def _csv(fact: Fact) -> str:
     return "number,note\n" + "\n".join(f'{number},"{text}"' for number, text in enumerate(fact.paragraphs)) + "\n"
-
-
-def _srt(fact: Fact) -> str:
-    cues = (
-        f"{number}\n00:00:{2 * number:02},000 --> 00:00:{2 * number + 1:02},900\n<i>{text}</i>\n"
-        for number, text in enumerate(fact.paragraphs, 1)
-    )
-    return "\n".join(cues)
-
-
-def _vtt(fact: Fact) -> str:
-    cues = (
-        f"00:{2 * number:02}.000 --> 00:{2 * number + 1:02}.900 align:start\n<v Guide>{text}</v>\n"
-        for number, text in enumerate(fact.paragraphs, 1)
-    )
-    return "WEBVTT\n\nNOTE made by a script\n\n" + "\n".join(cues)
 
 
 def _jsonl(path: Path, fact: Fact) -> str:
@@ -163,15 +141,6 @@ def _rtf(path: Path, fact: Fact) -> str:
     return f" ¶ {fact.gold + 2}"
 
 
-def _svg(path: Path, fact: Fact) -> str:
-    labels = "".join(
-        f'<text y="{10 * y}"><tspan>{escape(text)}</tspan></text>' for y, text in enumerate(fact.paragraphs)
-    )
-    drawing = f'<svg xmlns="http://www.w3.org/2000/svg"><title>{fact.title}</title><path d="M0 0"/>{labels}</svg>'
-    path.write_text(drawing, "utf-8")
-    return f" label {fact.gold + 2}"
-
-
 def _epub(path: Path, fact: Fact) -> str:
     names = [f"part{number}.xhtml" for number in range(len(fact.paragraphs))]
     items = "".join(
@@ -235,11 +204,8 @@ WRITERS: Mapping[str, Writer] = {
     "rst": _text(_rst),
     "tex": _text(_latex),
     "html": _text(_html),
-    "man": _text(_man),
     "py": _text(_python),
     "csv": _text(_csv),
-    "srt": _text(_srt),
-    "vtt": _text(_vtt),
     "jsonl": _jsonl,
     "pdf": _pdf,
     "docx": _docx,
@@ -248,7 +214,6 @@ WRITERS: Mapping[str, Writer] = {
     "odt": _odt,
     "epub": _epub,
     "rtf": _rtf,
-    "svg": _svg,
     "eml": _eml,
     "mbox": _mbox,
     "ipynb": _ipynb,

@@ -4,40 +4,23 @@
 from __future__ import annotations
 
 import os
-from functools import partial
+from functools import cache
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePath
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from kvtool.core.common.plugins import Plugin, PluginError, found
-from kvtool.core.corpus.readers import (
-    archive,
-    epub,
-    html,
-    jsonl,
-    mail,
-    markup,
-    notebook,
-    opendocument,
-    outlook,
-    pdf,
-    rtf,
-    sheets,
-    slides,
-    text,
-    unknown,
-    word,
-)
 from kvtool.core.corpus.readers.containers import GZIP, gunzip, without_gz
 from kvtool.core.corpus.readers.document import Document, UnreadableFile
 from kvtool.core.corpus.readers.encoding import Reader
 
 
 class _Format(NamedTuple):
-    """Lower-case `endings`, or names of files without one, with spaces between them. `is_bounded`: a separate process
-    reads the file."""
+    """Lower-case `endings`, or names of files without one, with spaces between them. `reader`: its module, imported
+    when it is needed, and a function other than `read`. `is_bounded`: a separate process reads the file."""
 
-    read: Reader
+    reader: str
     endings: str
     is_bounded: bool = True
     library: str = ""
@@ -53,7 +36,7 @@ _ARCHIVES = frozenset(
 _FOREIGN = (
     *(*_IMAGES, *_ARCHIVES),
     *".ps .eps .djvu .xps .mobi .azw .azw3 .chm .pages .wpd .hwp .hwpx .xlsb .numbers".split(),
-    *".vsd .pst .ost".split(),
+    *".vsd .msg .oft .pst .ost".split(),
     *".mp3 .wav .flac .ogg .oga .opus .m4a .aac .wma .mid .midi .aiff".split(),
     *".mp4 .m4v .mkv .webm .avi .mov .wmv .flv .mpg .mpeg .3gp".split(),
     *".exe .dll .so .dylib .class .pyc .pyo .wasm .ttf .otf .woff .woff2 .eot".split(),
@@ -61,8 +44,9 @@ _FOREIGN = (
     *".npy .npz .pt .pth .ckpt .pkl .pickle .joblib .safetensors .gguf .onnx".split(),
 )
 _TEXT = (
-    ".txt .text .log .rst .rest .adoc .asciidoc .org .bib .nfo .me .1st .po .pot .pod .textile .wiki readme license "
-    "licence copying authors changelog changes news notice todo install contributing"
+    ".txt .text .log .rst .rest .adoc .asciidoc .org .bib .nfo .me .1st .po .pot .pod .textile .wiki .tex .ltx .latex "
+    ".srt .vtt .man .mdoc .roff .troff .nroff "
+    "readme license licence copying authors changelog changes news notice todo install contributing"
 )
 _MARKDOWN = ".md .markdown .mdown .mkd .mkdn .mdx .rmd .qmd"
 _CODE = (
@@ -74,15 +58,15 @@ _CODE = (
     ".diff .patch makefile dockerfile rakefile gemfile justfile vagrantfile jenkinsfile"
 )
 _OPENDOCUMENT = ".odt .ott .fodt .ods .ots .fods .odp .otp .fodp .odg .otg .fodg .odf"
-_XML = ".xml .xsd .xsl .xslt .rss .atom .plist .opml .kml .gpx .dita .tei .fb2 .xlf .tmx .resx .wsdl .rdf"
-_CONTAINERS = (".zip", ".eml", ".mbox", ".emlx", ".msg", ".oft")
+_XML = ".xml .xsd .xsl .xslt .rss .atom .plist .opml .kml .gpx .dita .tei .fb2 .xlf .tmx .resx .wsdl .rdf .svg"
+_CONTAINERS = (".zip", ".eml", ".mbox", ".emlx")
 _SEVERAL = (*_CONTAINERS, ".jsonl", ".ndjson", ".jsonlines")  # files that may hold several documents
-REVISION = "2"  # of all readers and of the tables of chunks; another one reads every file again
+REVISION = "3"  # of all readers and of the tables of chunks; another one reads every file again
 _MOST_HERE = 1 << 20  # bytes of a text that is read in this process, by readers that take linear time
 
 
 def is_known(path: PurePath) -> bool:
-    return ending_of(without_gz(path)) in READERS or plugin_of(path) is not None
+    return ending_of(without_gz(path)) in _BY_ENDING or plugin_of(path) is not None
 
 
 def plugin_of(path: PurePath) -> Plugin | None:
@@ -101,7 +85,7 @@ def library_of(path: PurePath) -> str:
 
 def missing_inside(path: PurePath) -> list[str]:
     is_container = ending_of(without_gz(path)) in (*_CONTAINERS, ".mhtml", ".mht")
-    found = {library_of(PurePath(f"a{ending}")) for ending in READERS} if is_container else set[str]()
+    found = {library_of(PurePath(f"a{ending}")) for ending in _BY_ENDING} if is_container else set[str]()
     return sorted(library for library in found if library.startswith("no "))
 
 
@@ -123,12 +107,6 @@ def kind_of(path: PurePath) -> str:
     return "image" if ending in _IMAGES else "archive" if ending in _ARCHIVES else ending
 
 
-def _unread_kind(path: PurePath) -> str:
-    if is_known(path) and ending_of(path) != ".zip":
-        return ""
-    return {"image": "pictures", "archive": "archives"}.get(kind_of(path), "other files")
-
-
 def read_documents(path: Path, data: bytes) -> list[Document]:
     """Read the documents of one file, in this process and without bounds. Raises UnreadableFile."""
     return read_as(path, source_of(path), data)
@@ -139,12 +117,19 @@ def read_as(path: PurePath, source: str, data: bytes) -> list[Document]:
     if plugin is None:
         name = without_gz(path)
         data = data if name == path else gunzip(data)
-        return READERS.get(ending_of(name), unknown.read)(source, data)
+        known = _BY_ENDING.get(ending_of(name))
+        return _reader(known.reader if known else "text.read_unknown")(source, data)
     try:
         read: Reader = plugin.load()
         return read(source, data)
     except PluginError as error:
         raise UnreadableFile(error.message, error.hint) from error
+
+
+@cache
+def _reader(name: str) -> Reader:
+    module, _, function = name.partition(".")
+    return cast(Reader, getattr(import_module(f"{__name__}.{module}"), function or "read"))
 
 
 def ending_of(path: PurePath) -> str:
@@ -162,35 +147,27 @@ def source_of(path: Path) -> str:
     return Path(os.path.abspath(path)).as_posix()
 
 
-_REGISTRY = mail.Registry(is_known, is_foreign, read_as)
 _FORMATS = (
-    _Format(text.read, _TEXT, is_bounded=False),
-    _Format(text.read_markdown, _MARKDOWN, is_bounded=False),
-    _Format(text.read_code, _CODE, is_bounded=False),
-    _Format(text.read_table, ".csv .tsv .tab .psv", is_bounded=False),
-    _Format(text.read_json, ".json .json5 .geojson .jsonld .yaml .yml .properties", is_bounded=False),
-    _Format(text.read_xml, _XML, is_bounded=False),
-    _Format(text.read_calendar, ".ics .ifb .vcf", is_bounded=False),
-    _Format(markup.read_latex, ".tex .ltx .latex", is_bounded=False),
-    _Format(jsonl.read, ".jsonl .ndjson .jsonlines", is_bounded=False),
-    _Format(markup.read_subtitles, ".srt .vtt", is_bounded=False),
-    _Format(markup.read_manual, ".man .mdoc .roff .troff .nroff", is_bounded=False),
-    _Format(pdf.read, ".pdf", library="pypdfium2"),
-    _Format(partial(word.read, read_as=read_as), ".docx .docm .dotx .dotm .doc .dot", library="office-oxide"),
-    _Format(slides.read, ".pptx .pptm .ppsx .ppsm .potx .potm .ppt .pps", library="office-oxide"),
-    _Format(sheets.read, ".xlsx .xlsm .xltx .xltm .xls .xlt", library="xlrd"),
-    _Format(opendocument.read, _OPENDOCUMENT),
-    _Format(rtf.read, ".rtf"),
-    _Format(epub.read, ".epub"),
-    _Format(partial(mail.read, registry=_REGISTRY), ".eml .mbox .emlx"),
-    _Format(partial(outlook.read, registry=_REGISTRY), ".msg .oft", library="olefile"),
-    _Format(notebook.read, ".ipynb"),
-    _Format(html.read, ".html .htm .xhtml .shtml"),
-    _Format(mail.read_page, ".mhtml .mht"),
-    _Format(markup.read_svg, ".svg"),
-    _Format(partial(archive.read, read_as=read_as, kind_of=_unread_kind), ".zip"),
+    _Format("text", _TEXT, is_bounded=False),
+    _Format("text.read_markdown", _MARKDOWN, is_bounded=False),
+    _Format("text.read_code", _CODE, is_bounded=False),
+    _Format("text.read_table", ".csv .tsv .tab .psv", is_bounded=False),
+    _Format("text.read_json", ".json .json5 .geojson .jsonld .yaml .yml .properties", is_bounded=False),
+    _Format("text.read_xml", _XML, is_bounded=False),
+    _Format("text.read_calendar", ".ics .ifb .vcf", is_bounded=False),
+    _Format("jsonl", ".jsonl .ndjson .jsonlines", is_bounded=False),
+    _Format("pdf", ".pdf", library="pypdfium2"),
+    _Format("word", ".docx .docm .dotx .dotm .doc .dot", library="office-oxide"),
+    _Format("slides", ".pptx .pptm .ppsx .ppsm .potx .potm .ppt .pps", library="office-oxide"),
+    _Format("sheets", ".xlsx .xlsm .xltx .xltm .xls .xlt", library="xlrd"),
+    _Format("opendocument", _OPENDOCUMENT),
+    _Format("rtf", ".rtf"),
+    _Format("html.read_epub", ".epub"),
+    _Format("mail", ".eml .mbox .emlx"),
+    _Format("jsonl.read_notebook", ".ipynb"),
+    _Format("html", ".html .htm .xhtml .shtml"),
+    _Format("mail.read_page", ".mhtml .mht"),
+    _Format("archive", ".zip"),
 )
 _BY_ENDING = {ending: each for each in _FORMATS for ending in each.endings.split()}
-READERS: dict[str, Reader] = {ending: each.read for ending, each in _BY_ENDING.items()}
-"""File ending, or name of a file without one → reader."""
-_PLUGINS = found("readers", names={ending.removeprefix(".") for ending in READERS})
+_PLUGINS = found("readers", names={ending.removeprefix(".") for ending in _BY_ENDING})

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import posixpath
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import PurePath
 from zipfile import ZipFile, ZipInfo
 
 from kvtool.core.corpus.ignoring import is_hidden, is_lock, is_secret
+from kvtool.core.corpus.readers import ending_of, is_known, kind_of, read_as
 from kvtool.core.corpus.readers.containers import LOCKED, checked, member
 from kvtool.core.corpus.readers.document import (
     BinaryFile,
@@ -29,10 +29,9 @@ _DISGUISED = {  # members that show what a file is that is called an archive
     **{"word/document.xml": ".docx", "ppt/presentation.xml": ".pptx", "xl/workbook.xml": ".xlsx"},
     **{"META-INF/container.xml": ".epub", "mimetype": ".odt"},
 }
-ReadAs = Callable[[PurePath, str, bytes], list[Document]]
 
 
-def read(source: str, data: bytes, read_as: ReadAs, kind_of: Callable[[PurePath], str]) -> list[Document]:
+def read(source: str, data: bytes) -> list[Document]:
     """Read files as `archive.zip#folder/name.md`; a note counts the others. Raises UnreadableFile."""
     documents: list[Document] = []
     failures: list[str] = []
@@ -40,10 +39,10 @@ def read(source: str, data: bytes, read_as: ReadAs, kind_of: Callable[[PurePath]
     with checked(data, is_archive=True) as archive:
         if ending := next((ending for name, ending in _DISGUISED.items() if name in archive.NameToInfo), ""):
             return read_as(PurePath("a" + ending), source, data)
-        members, unread = _members(archive, kind_of)
+        members, unread = _members(archive)
         for name, info in members.items():
             try:
-                documents += _read_member(archive, info, PurePath(name), f"{source}#{name}", read_as)
+                documents += _read_member(archive, info, PurePath(name), f"{source}#{name}")
             except EmptyFile:
                 continue
             except MissingPackage as error:
@@ -60,7 +59,7 @@ def read(source: str, data: bytes, read_as: ReadAs, kind_of: Callable[[PurePath]
     return [replace(documents[0], notes=(*documents[0].notes, *notes)), *documents[1:]]
 
 
-def _members(archive: ZipFile, kind_of: Callable[[PurePath], str]) -> tuple[dict[str, ZipInfo], Counter[str]]:
+def _members(archive: ZipFile) -> tuple[dict[str, ZipInfo], Counter[str]]:
     found: dict[str, ZipInfo] = {}
     unread: Counter[str] = Counter()
     for info in archive.infolist():
@@ -68,12 +67,18 @@ def _members(archive: ZipFile, kind_of: Callable[[PurePath], str]) -> tuple[dict
         if info.is_dir() or any(is_hidden(part) or part == "__MACOSX" for part in path.parts):
             continue
         kinds = {"files of the same name": path.as_posix() in found, "secrets": is_secret(path.name)}
-        kinds |= {"lock files": is_lock(path.name), kind_of(path): True}
+        kinds |= {"lock files": is_lock(path.name), _unread_kind(path): True}
         if kind := next(kind for kind, applies in kinds.items() if applies):
             unread[kind] += 1
         else:
             found[path.as_posix()] = info
     return found, unread
+
+
+def _unread_kind(path: PurePath) -> str:
+    if is_known(path) and ending_of(path) != ".zip":
+        return ""
+    return {"image": "pictures", "archive": "archives"}.get(kind_of(path), "other files")
 
 
 def _name(info: ZipInfo) -> str:
@@ -85,7 +90,7 @@ def _name(info: ZipInfo) -> str:
     return "".join(filter(str.isprintable, name))
 
 
-def _read_member(archive: ZipFile, info: ZipInfo, path: PurePath, source: str, read_as: ReadAs) -> list[Document]:
+def _read_member(archive: ZipFile, info: ZipInfo, path: PurePath, source: str) -> list[Document]:
     if info.flag_bits & LOCKED:
         raise UnreadableFile("protected by a password")
     try:

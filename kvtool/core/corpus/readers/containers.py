@@ -1,4 +1,5 @@
-"""Containers of documents: ZIP and gzip files, opened only if what they unpack to is within bounds."""
+"""Containers of documents: ZIP and gzip files, opened only if what they unpack to is within bounds, and the parts of
+Open XML files, strict or transitional, with short names; damaged ones are left out and named."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _OLD_OFFICE, _ENCRYPTED = b"\xd0\xcf\x11\xe0", "EncryptedPackage".encode("utf-16
 LOCKED = 0x1  # flag bit of a member that needs a password
 _LINKS = re.compile(r"(?:ppt/slides|xl/worksheets)/_rels/[^/]*", re.IGNORECASE)
 _EMBEDDED = re.compile(rb'/relationships/(?:oleObject|package)"')
-GZIP = ".gz"  # Debian packs manual pages so: read as what the name says without it
+GZIP = ".gz"  # read as what the name says without it
 _GZIP_MAGIC = b"\x1f\x8b"
 
 

@@ -1,19 +1,29 @@
-"""HTML → its visible text, by own code, since answers cite lines: selectolax knows no lines of a page, lxml only those
-of elements, up to 65,535, and the standard library's parser takes quadratic time on quotes that do not close."""
+"""HTML, and EPUB books of it → their visible text, by own code, since answers cite lines: selectolax knows no lines of
+a page, lxml only those of elements, up to 65,535, and the standard library's parser takes quadratic time on quotes that
+do not close."""
 
 from __future__ import annotations
 
+import posixpath
 import re
-from collections.abc import Sequence
-from contextlib import suppress
+import zipfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from html import escape, unescape
-from xml.etree import ElementTree
+from html import unescape
+from urllib.parse import unquote
 
 from kvtool.core.common.marks import Mark
-from kvtool.core.corpus.readers.document import Document, EmptyFile, Grid, shortened_references, without_data_uris
+from kvtool.core.corpus.readers.containers import checked, member, parsed
+from kvtool.core.corpus.readers.document import (
+    Document,
+    EmptyFile,
+    Grid,
+    UnreadableFile,
+    numbered,
+    shortened_references,
+    without_data_uris,
+)
 from kvtool.core.corpus.readers.encoding import declared_by, decode, of_text
-from kvtool.core.corpus.readers.equations import linear
 
 declared_encoding = declared_by(rb"""<(?:meta|\?xml)[^>]*?(?:charset|encoding)\s*+=\s*+["']?\s*+([\w.:-]++)""", 4096)
 
@@ -24,9 +34,6 @@ _MARKUP = re.compile(r"<(?:(/?[a-z][^\s<>/=\"']*+)|(!--)|!doctype[^<>]*+>|!\[[^<
 _TO_QUOTE = re.compile(r"""[^<>=]*+(?:=(?!\s*+["'])[^<>=]*+)*+(?:(>)|=\s*+(["']))?""")  # a value's quote, or the end
 _ATTRIBUTE = re.compile(r"""([^\s"'=<>/]++)(?:\s*+=\s*+("[^"]*+"|'[^']*+'|[^\s"'>]++))?""")
 _RAW = {tag: re.compile(rf"</{tag}[\s/>]", re.I) for tag in ("script", "style")}
-_LONGEST_FORMULA = 20_000  # characters of MathML
-_NAMESPACE = re.compile(r"""(?<=<)\w+:|(?<=</)\w+:|\sxmlns(?::\w+)?\s*=\s*(?:"[^"]*"|'[^']*')""")
-_ENTITY = re.compile(r"&(?!(?:lt|gt|amp|quot);)\w+;")
 _DEEPEST = 12  # levels of a list or table that are shown: without a limit, text and work grow with depth squared
 _WIDEST = 100  # columns of a cell; more mean all there are
 _LONGEST_LABEL = 200  # characters of a cell that are repeated in each row and column that it covers
@@ -50,11 +57,30 @@ _MARK = re.compile(r"[^\W\d_]|\d{1,3}(?:[\s,;–-]+\d{1,3})*|[ivx]{1,5}")  # of 
 _TABLE = frozenset(("table", "thead", "tbody", "tfoot", "tr", "td", "th"))
 _ALL_ROWS = 65_534
 _LONGEST_PROSE = 500  # characters of a cell's paragraphs that are still a row's
+_BOOK = "META-INF/container.xml"
+_BOOK_PAGES = ("application/xhtml+xml", "text/html")
 
 
 @of_text(declared_encoding)
 def read(source: str, text: str) -> list[Document]:
     return [document_of(source, *marked(text))]
+
+
+def read_epub(source: str, data: bytes) -> list[Document]:
+    with checked(data) as archive:
+        if "META-INF/encryption.xml" in archive.namelist() and "META-INF/rights.xml" in archive.namelist():
+            raise UnreadableFile("protected by its seller (DRM)")
+        pages = [visible(page_text(member(archive, name))) for name in _spine(archive)]
+        return [numbered(source, "html", "ch.", pages)]
+
+
+def _spine(archive: zipfile.ZipFile) -> Iterator[str]:
+    root = next((e.get("full-path", "") for e in parsed(archive, _BOOK).iterfind(".//{*}rootfile")), "")
+    book = parsed(archive, root)
+    pages = {e.get("id"): e.get("href", "") for e in book.iter() if e.get("media-type") in _BOOK_PAGES}
+    for item in book.iterfind(".//{*}itemref"):
+        if href := pages.get(item.get("idref")):
+            yield posixpath.normpath(posixpath.join(posixpath.dirname(root), unquote(href.partition("#")[0])))
 
 
 def document_of(source: str, text: str, marks: Sequence[Mark]) -> Document:
@@ -140,7 +166,7 @@ class _Page:
             self.blocks.insert(0, self._title)
 
     def _feed(self, text: str) -> None:
-        at, dead, last, formula_end = 0, set[int](), text.rfind("-->"), 0  # after `last` no comment closes
+        at, dead, last = 0, set[int](), text.rfind("-->")  # after `last` no comment closes
         for found in _MARKUP.finditer(text):
             start, end = found.span()
             if start < at or (found[2] and start > last):
@@ -157,10 +183,6 @@ class _Page:
             if found[1]:
                 tag = found[1].lower()
                 self._tag(tag, text[found.end() : end - 1])
-                if tag == "math" and not self._hidden_by and start >= formula_end:
-                    formula_end = text.find("</math>", start, start + _LONGEST_FORMULA)
-                    if formula_end > 0 and (formula := _linear(text[start:formula_end])):
-                        self._show_formula(formula)
                 if tag in _RAW and text[end - 2] != "/":
                     closing = _RAW[tag].search(text, end)
                     at = closing.start() if closing else len(text)
@@ -240,12 +262,9 @@ class _Page:
         elif tag == "option":
             self._say(" [x] " if "selected" in attributes else " ")
         elif tag == "math" and (formula := unescape(attributes.get("alttext", ""))):
-            self._show_formula(formula)
-
-    def _show_formula(self, formula: str) -> None:
-        self._formula = formula
-        self._say(f" {formula} ")
-        self._hidden_by, self._hidden_depth = "math", 1
+            self._formula = formula
+            self._say(f" {formula} ")
+            self._hidden_by, self._hidden_depth = "math", 1
 
     def _shift(self, tag: str, style: str) -> None:
         shift = _SHIFT.search(style) if tag in _STYLED else None
@@ -405,13 +424,6 @@ def _tag_end(text: str, at: int, dead: set[int]) -> int:
             return found.end()
     dead.update(values)
     return -1
-
-
-def _linear(markup: str) -> str:
-    markup = _ENTITY.sub(lambda found: escape(unescape(found[0])), _NAMESPACE.sub("", markup))
-    with suppress(ElementTree.ParseError, RecursionError):
-        return linear(ElementTree.fromstring(f"{markup}</math>")).strip()
-    return ""
 
 
 def _number(attributes: dict[str, str], name: str, default: int) -> int:

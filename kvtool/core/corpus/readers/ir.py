@@ -1,4 +1,5 @@
-"""Texts that all office files share: lines, rows of tables, numbers, and the tree of office_oxide (nested dicts)."""
+"""Texts that all office files share: lines, rows of tables, numbers and their formats, symbols, equations in one line
+(`(a+b)/2`, `sqrt(x)`, `x^2`, `∑_(i=1)^n i`), and the tree of office_oxide (nested dicts)."""
 
 from __future__ import annotations
 

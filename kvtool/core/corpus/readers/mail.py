@@ -7,21 +7,20 @@ import email
 import email.policy
 import io
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from email.message import Message
 from mimetypes import MimeTypes
-from pathlib import Path, PurePath
-from typing import NamedTuple
+from pathlib import Path
 
 from kvtool.core.common.marks import Mark
-from kvtool.core.corpus.readers import unknown
+from kvtool.core.corpus.readers import is_foreign, is_known, read_as, unknown
 from kvtool.core.corpus.readers.document import Document, EmptyFile, MissingPackage, Parts, UnreadableFile, unread_note
 from kvtool.core.corpus.readers.encoding import decode
 from kvtool.core.corpus.readers.html import document_of, marked, page_text, visible
 
-SHOWN = ("Subject", "From", "To", "Cc", "Bcc", "Date")
+_SHOWN = ("Subject", "From", "To", "Cc", "Bcc", "Date")
 _BEGINS = b"From "  # the line before each message of a mailbox
 _COUNT = re.compile(rb"\s*(\d{1,18})[ \t]*\r?\n")  # the line before the message of an .emlx file: its length in bytes
 _BOMS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
@@ -44,39 +43,19 @@ _ENDINGS = MimeTypes()  # Python's own: a system's differ
 _ENDINGS.add_type("text/calendar", ".ics")
 
 
-class Registry(NamedTuple):
-    """Functions for reading attachments, of the registry of readers, which imports this module."""
-
-    is_known: Callable[[PurePath], bool]
-    is_foreign: Callable[[PurePath], bool]
-    read_as: Callable[[PurePath, str, bytes], list[Document]]
-
-
-def read(source: str, data: bytes, registry: Registry) -> list[Document]:
+def read(source: str, data: bytes) -> list[Document]:
+    """Read messages and their attachments as documents."""
     if not data.strip():
         raise EmptyFile("empty")
     if data.startswith(_BOMS) or b"\0" in data[:2]:
         data = decode(data)[0].encode()
-    if data.startswith(_BEGINS):
-        found = enumerate(_messages(data), 1)
-        return documents(source, ((str(number), _parsed(one), one, line) for number, (line, one) in found), registry)
-    count = _COUNT.match(data)
-    start, end = (count.end(), count.end() + int(count[1])) if count else (0, None)
-    message = _parsed(data[start:end])
-    if not any(name in message for name in (*SHOWN, "Message-ID", "Received")):
-        raise UnreadableFile("no mail: it has none of a message's headers")
-    return documents(source, [("", message, data[start:end], 1 + data.count(b"\n", 0, start))], registry)
-
-
-def documents(source: str, messages: Iterable[tuple[str, Message, bytes, int]], registry: Registry) -> list[Document]:
-    """Make documents of messages (label, parts, bytes, first line; 0: the file has no lines) and attachments."""
     made: list[Document] = []
-    attachments, lost = _Attachments(registry), 0
+    attachments, lost = _Attachments(), 0
     error: UnreadableFile = EmptyFile("empty: there is no text in it")
-    for label, message, data, line in messages:
-        text = _Text(data, line)
+    for label, message, part, line in _messages(data):
+        text = _Text(part, line)
         try:
-            text.add_headers(message, SHOWN)
+            text.add_headers(message, _SHOWN)
             text.add(message)
             name = f"{source}#{label}" if label else source
             attached, lines = attachments.read(f"{name}/" if label else f"{name}#", text.files)
@@ -114,12 +93,23 @@ def _lines(data: bytes, page: Message) -> list[int]:
     return [first, *(first + at for at, line in enumerate(lines, 1) if not line.rstrip().endswith("="))]
 
 
-def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:
-    first, lines = 0, io.BytesIO(data).readlines()
+def _messages(data: bytes) -> Iterator[tuple[str, Message, bytes, int]]:
+    """Yield the label, the parts, the bytes and the first line of each message."""
+    if not data.startswith(_BEGINS):
+        stated = _COUNT.match(data)
+        start, end = (stated.end(), stated.end() + int(stated[1])) if stated else (0, None)
+        message = _parsed(data[start:end])
+        if not any(name in message for name in (*_SHOWN, "Message-ID", "Received")):
+            raise UnreadableFile("no mail: it has none of a message's headers")
+        yield "", message, data[start:end], 1 + data.count(b"\n", 0, start)
+        return
+    first, count, lines = 0, 0, io.BytesIO(data).readlines()
     for number, line in enumerate([*lines, _BEGINS]):
         if line.startswith(_BEGINS) and (number == len(lines) or not number or not lines[number - 1].strip()):
             if number:
-                yield first + 2, b"".join(lines[first + 1 : number])
+                count += 1
+                one = b"".join(lines[first + 1 : number])
+                yield str(count), _parsed(one), one, first + 2
             first = number
 
 
@@ -137,7 +127,6 @@ class _Text:
         self._data = data
         self._line = line
         self._at = 0  # in the data, where that line is
-        self._paragraphs = 0
 
     def add(self, part: Message, depth: int = 0, is_shown: bool = True) -> None:
         if depth > _DEEPEST:
@@ -148,7 +137,7 @@ class _Text:
             for inner in parts:
                 if is_shown and not kind.startswith("multipart/"):
                     self._move(self._data.find(f"\n{next(iter(inner.keys()), '')}:".encode(), self._at) + 1)
-                    self.add_headers(inner, tuple(inner.keys()) if kind in _REPORTS else SHOWN)
+                    self.add_headers(inner, tuple(inner.keys()) if kind in _REPORTS else _SHOWN)
                 self.add(inner, depth + 1, is_shown and inner in shown)
         elif not _is_text(part):
             self._add_file(part)
@@ -164,14 +153,8 @@ class _Text:
         gap = "\n\n"
         for number, words in enumerate(text.split("\n")):
             if words.strip():
-                self.made.add(self._place(number * step), words, gap)
+                self.made.add(self._line + number * step, words, gap)
             gap = "\n" if words.strip() else "\n\n"
-
-    def _place(self, lines: int = 0) -> int | str:
-        if self._line:
-            return self._line + lines
-        self._paragraphs += 1
-        return f"¶ {self._paragraphs}"
 
     def _move(self, at: int) -> None:
         if at > self._at:
@@ -194,10 +177,9 @@ class _Text:
 
 
 class _Attachments:
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self) -> None:
         self.unread = 0  # that may hold text
         self.missing: dict[str, None] = {}  # packages that attachments need, as notes
-        self._registry = registry
         self._files, self._bytes = _MOST_FILES, _MOST_BYTES
 
     def read(self, prefix: str, files: Iterable[tuple[str, str, bytes]]) -> tuple[list[Document], list[str]]:
@@ -229,19 +211,19 @@ class _Attachments:
         return list(made.values()), [f"{title}: {', '.join(names)}" for title, names in shown.items() if names]
 
     def _documents(self, path: Path, source: str, kind: str, data: bytes) -> list[Document]:
-        if self._registry.is_foreign(path) or kind.startswith(_SIGNATURES) or data.lstrip().startswith(_SEALED):
+        if is_foreign(path) or kind.startswith(_SIGNATURES) or data.lstrip().startswith(_SEALED):
             raise UnreadableFile("encrypted, or a signature: no text to read")
         if not self._files or len(data) > self._bytes:
             raise UnreadableFile("too many or too large attachments")
-        if not self._registry.is_known(path):
+        if not is_known(path):
             unknown.check(data[: unknown.SNIFFED], len(data))
         self._files, self._bytes = self._files - 1, self._bytes - len(data)
-        return self._registry.read_as(path, source, data)
+        return read_as(path, source, data)
 
     def _path(self, name: str, kind: str, number: int) -> Path:
         label = "".join(filter(str.isprintable, name)).replace("#", "_").replace("\\", "/").rpartition("/")[2]
         path = Path("/", label or f"part {number}")
-        if self._registry.is_known(path) or self._registry.is_foreign(path) or kind == "application/octet-stream":
+        if is_known(path) or is_foreign(path) or kind == "application/octet-stream":
             return path
         return path.with_name(path.name + (_ENDINGS.guess_extension(kind) or ""))
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from kvtool.core.corpus.readers.document import Document, UnreadableFile, hidden_note, numbered, opened, unread_note
-from kvtool.core.corpus.readers.pdf_layout import with_whole_words
 
 _NUMBER = re.compile(r"(\d{1,9})")
 _PAGE_WORD = "page|pag|p|pg|seite|side|sida|str|página|pagina|pág|стр|страница|第"
@@ -23,6 +22,7 @@ def read(source: str, data: bytes) -> list[Document]:
     with opened("PDF", "pypdfium2"):
         import pypdfium2
 
+        from kvtool.core.corpus.readers.pdf_layout import with_whole_words
         from kvtool.core.corpus.readers.pdf_page import Page
     try:
         file = pypdfium2.PdfDocument(data)

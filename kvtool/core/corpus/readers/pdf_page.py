@@ -1,4 +1,5 @@
-"""Page of a PDF by pdfium: its text, the values of its form fields, and the comments on it."""
+"""Page of a PDF by pdfium: its text, in lines of positioned pieces with cells, columns, superscripts and words cut at
+line ends; the values of its form fields, and the comments on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Excel files: workbooks and templates, of today's formats and of the one before 2007; values as Excel shows them."""
+"""Excel files: workbooks and templates, of today's formats and of the one before 2007; values as Excel shows them.
+Open XML is read by the standard library, older formats by xlrd."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""PowerPoint files: presentations, slide shows and templates, of today's formats and of the one before 2007."""
+"""PowerPoint files: presentations, slide shows and templates, of today's formats and of the one before 2007; the shapes
+of texts, slides and sheets: their text, tables, diagrams and charts."""
 
 from __future__ import annotations
 

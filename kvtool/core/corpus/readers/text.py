@@ -1,5 +1,6 @@
 """Texts: plain ones, Markdown and code as they are, without embedded data; JSON and XML with their escapes as letters,
-calendars with whole lines."""
+calendars with whole lines; files whose name does not say what they are, where their content is text that somebody
+wrote."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import html
 import re
 import unicodedata
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from kvtool.core.corpus.readers.document import Document, cleaned, embedded_note, joined, without_data_uris
@@ -24,6 +26,12 @@ _SPLIT = re.compile(rb"([\xc2-\xf4][\x80-\xbf]{0,2})(\r?\n[ \t])([\x80-\xbf]{1,3
 _VALUE_ESCAPE = re.compile(r"\\([nN,;\\])")
 
 
+def read_unknown(source: str, data: bytes) -> list[Document]:
+    """Read a file whose name does not say what it is."""
+    (document,) = read(source, data)
+    return [replace(document, kind="code") if document.text.startswith("#!") else document]
+
+
 def read_calendar(source: str, data: bytes) -> list[Document]:
     return _read_calendar(source, _SPLIT.sub(rb"\1\3\2", data))
 
@@ -37,11 +45,6 @@ def _read_calendar(source: str, text: str) -> list[Document]:
         number += found[0].count("\n")
     notes = embedded_note(text, "".join(line for _, line in lines))
     return [joined(source, "text", lines, "\n", notes)]
-
-
-def document_of(source: str, text: str, kind: str, *, base64: bool = False) -> list[Document]:
-    cut = without_data_uris(text, base64=base64)
-    return [Document(source, cut, kind, embedded_note(text, cut))]
 
 
 def _escaped(found: re.Match[str]) -> str:
@@ -62,7 +65,9 @@ def _reader(
     """Make a reader of texts of a kind. Those with escapes hold data in base64, too."""
 
     def read_text(source: str, text: str) -> list[Document]:
-        return document_of(source, unescape(text) if unescape else text, kind, base64=unescape is not None)
+        text = unescape(text) if unescape else text
+        cut = without_data_uris(text, base64=unescape is not None)
+        return [Document(source, cut, kind, embedded_note(text, cut))]
 
     return of_text(declared)(read_text)
 

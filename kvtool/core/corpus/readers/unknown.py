@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import replace
 
-from kvtool.core.corpus.readers import markup, text
 from kvtool.core.corpus.readers.containers import gunzip_start
 from kvtool.core.corpus.readers.document import BinaryFile, Document, SecretFile
 from kvtool.core.corpus.readers.encoding import decode
@@ -40,10 +38,3 @@ def _refuse(text: str, size: int) -> None:
         raise SecretFile("holds a private key", _NAME_IT)
     if size > _MOST_BYTES:
         raise BinaryFile(f"over {_MOST_BYTES >> 20} MiB of text of an unknown kind", _NAME_IT)
-
-
-def read(source: str, data: bytes) -> list[Document]:
-    (document,) = text.read(source, data)
-    if markup.is_manual(document.text):
-        return markup.read_manual(source, data)
-    return [replace(document, kind="code") if document.text.startswith("#!") else document]

@@ -1,4 +1,5 @@
-"""Word documents of today's formats, by an own walk, and of the one before 2007, by office_oxide."""
+"""Word documents of today's formats, by an own walk, with their styles and automatic numbers, and of the one before
+2007, by office_oxide."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from functools import lru_cache
 from pathlib import PurePath
 from xml.etree.ElementTree import Element
 
-from kvtool.core.corpus.readers import unknown
+from kvtool.core.corpus.readers import read_as
 from kvtool.core.corpus.readers.clauses import Clauses, Styles, count, find, is_on, value
 from kvtool.core.corpus.readers.containers import checked, is_old
 from kvtool.core.corpus.readers.document import Document, UnreadableFile, hidden_note, opened, table_row, unread_note
@@ -19,6 +20,7 @@ from kvtool.core.corpus.readers.equations import linear
 from kvtool.core.corpus.readers.ir import LONGEST_LABEL, PAGE, Piece, blocks, comment, counter, framed, image, line
 from kvtool.core.corpus.readers.openxml import Link, Package, named
 from kvtool.core.corpus.readers.symbols import glyphs, symbol
+from kvtool.core.corpus.readers.text import read_unknown
 
 _HEADING = re.compile(r"title|heading (\d)")
 _DISGUISED = {  # what other programs save under a Word document's name
@@ -50,8 +52,7 @@ _NOTES = {"w-footnoteReference": "footnote", "w-endnoteReference": "endnote"}
 _NOTES |= dict.fromkeys(("w-commentReference", "w-commentRangeEnd"), "comment")  # some programs save no reference
 
 
-def read(source: str, data: bytes, read_as: Callable[[PurePath, str, bytes], list[Document]]) -> list[Document]:
-    """Read a document. `read_as` reads files of another name: other programs save pages and rich text as `.doc`."""
+def read(source: str, data: bytes) -> list[Document]:
     ending = next((ending for ending, form in _DISGUISED.items() if form.match(data)), "")
     if data.startswith(b"PK"):
         return [_read_new(source, data)]
@@ -63,7 +64,7 @@ def read(source: str, data: bytes, read_as: Callable[[PurePath, str, bytes], lis
         raise UnreadableFile("a Word document as one XML file", "save it as .docx")
     if data.startswith(b"\xd0\xcf\x11\xe0") or not source.lower().endswith((".doc", ".dot")):
         checked(data)
-    return unknown.read(source, data)
+    return read_unknown(source, data)
 
 
 def _read_old(source: str, data: bytes) -> Document:
