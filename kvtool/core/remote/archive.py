@@ -29,9 +29,6 @@ class ArchiveBlobs(PrivateBlobs):
     def __init__(self, path: Path, file: IO[bytes], archive: zipfile.ZipFile) -> None:
         self.url, self._file, self._archive = str(path), file, archive
 
-    def get(self, names: Sequence[str]) -> list[bytes | None]:
-        return [self._read(BlobRequest(name, most_bytes(name))) for name in names]
-
     def sizes(self, names: Sequence[str]) -> list[int]:
         members = map(self._member, names)
         return [0 if member is None else member.file_size for member in members]
@@ -50,9 +47,6 @@ class ArchiveBlobs(PrivateBlobs):
 
     def names(self, below: str = "") -> Iterator[str]:
         return (name for name in self._archive.namelist() if name.startswith(below))
-
-    def fetch(self, request: BlobRequest) -> Iterator[bytes | None]:
-        yield self._read(request)
 
     def _member(self, name: str) -> zipfile.ZipInfo | None:
         with suppress(KeyError):

@@ -12,6 +12,7 @@ from kvtool.core.common.installing import extra_line
 from kvtool.core.common.plugins import found
 from kvtool.core.common.urls import KINDS, SCHEME, for_people, is_url
 from kvtool.core.errors import KvtoolError, UsageError
+from kvtool.core.remote.validation import most_bytes
 
 TIMEOUT = 5.0  # seconds for a value, after which a shared store counts as gone
 LEASES = {"push": 600.0, "sweep": 60.0}  # seconds that a lease lasts, by what its name begins with
@@ -19,16 +20,17 @@ AHEAD = 3600.0  # seconds: two clocks may differ by less
 
 
 class Readable(Protocol):
-    """A source that a pull reads from: a shared store, or a pack. `url` is shown to people. It takes `at_once`
-    requests; one for several near parts of a pack is of `joined` bytes at most."""
+    """A source that a pull reads from: a shared store, or a pack. `url` is shown to people. It takes `at_once` fetches,
+    each of `together` requests; a request for several near parts of a pack is of `joined` bytes at most."""
 
     url: str
     at_once: int
+    together: int
     joined: int
 
-    def fetch(self, request: BlobRequest) -> Iterator[bytes | None]:
-        """Yield a value's bytes as they come: None if it is missing, none if it is too large or no value at all, fewer
-        if a part is cut off. Raises RemoteError."""
+    def fetch(self, requests: Sequence[BlobRequest]) -> Iterator[tuple[int, bytes | None]]:
+        """Yield the number of a request and bytes of its value as they come, one value after the other: None if it is
+        missing, nothing if it is too large or no value at all, fewer if a part is cut off. Raises RemoteError."""
 
 
 class Blobs(Readable, Protocol):
@@ -70,10 +72,23 @@ class Blobs(Readable, Protocol):
     def close(self) -> None: ...
 
 
-class PrivateBlobs:
-    """A store that nobody else uses: nothing has to be leased, deleted or synced."""
+class OneByOne:
+    """A source on this machine: one value is read after the other, at once."""
 
-    at_once, joined = 1, 0
+    at_once, together, joined = 1, 1, 0
+
+    def fetch(self, requests: Sequence[BlobRequest]) -> Iterator[tuple[int, bytes | None]]:
+        return ((number, self._read(request)) for number, request in enumerate(requests))
+
+    def get(self, names: Sequence[str]) -> list[bytes | None]:
+        return [self._read(BlobRequest(name, most_bytes(name))) for name in names]
+
+    def _read(self, wanted: BlobRequest) -> bytes | None:
+        raise NotImplementedError
+
+
+class PrivateBlobs(OneByOne):
+    """A store that nobody else uses: nothing has to be leased, deleted or synced."""
 
     def flush(self) -> None: ...
 

@@ -22,9 +22,9 @@ from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.cache.layout import TEMPORARY, atomic_write, make_folder
 from kvtool.core.common.urls import for_people
 from kvtool.core.errors import NoSpaceError, RemoteError, UsageError
-from kvtool.core.remote.blobs import expired_leases, seconds_held
+from kvtool.core.remote.blobs import OneByOne, expired_leases, seconds_held
 from kvtool.core.remote.catalogue import HEAD
-from kvtool.core.remote.validation import MOST_BYTES, most_bytes
+from kvtool.core.remote.validation import most_bytes
 
 _LOCK = "head.lock"
 _LOCK_WAIT = 10.0  # seconds; a replacement takes milliseconds
@@ -43,18 +43,13 @@ def from_url(url: str, timeout: float) -> FolderBlobs:
     return FolderBlobs(Path(path))
 
 
-class FolderBlobs:
-    at_once, joined = 1, 0
-
+class FolderBlobs(OneByOne):
     def __init__(self, root: Path) -> None:
         self.url = "file://" + "".join(_ESCAPED.get(sign, sign) for sign in str(root))
         self._root = root
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvtool-write")
         self._tidied: set[tuple[str, ...]] = set()
         self._renewed: float | None = None  # time of the last lease taken here, by the file system's clock
-
-    def get(self, names: Sequence[str]) -> list[bytes | None]:
-        return [self._read(BlobRequest(name, MOST_BYTES)) for name in names]
 
     def sizes(self, names: Sequence[str]) -> list[int]:
         with self._explained("read"):
@@ -109,9 +104,6 @@ class FolderBlobs:
                         with suppress(FileNotFoundError):
                             os.unlink(name.rpartition("/")[2], dir_fd=folder)
                 self._remove_if_empty(parts)
-
-    def fetch(self, request: BlobRequest) -> Iterator[bytes | None]:
-        yield self._read(request)
 
     def hold(self, name: str) -> None:
         """The file's time counts, which the file system sets."""

@@ -20,6 +20,7 @@ from kvtool.core.common.types import Events
 from kvtool.core.errors import DamagedError, StoreFormatError, StoreNotFoundError, UsageError
 from kvtool.core.remote import values
 from kvtool.core.remote.archive import ArchiveBlobs, opened_archive
+from kvtool.core.remote.blobs import OneByOne
 from kvtool.core.remote.catalogue import Catalogue
 from kvtool.core.remote.catalogue_io import read_head
 from kvtool.core.remote.options import ImportOptions
@@ -104,10 +105,8 @@ def _check(path: Path, source: Path) -> None:
             raise StoreNotFoundError(f"the store at {source} is empty", "run `kvtool ingest PATH` for it first")
 
 
-class StoreBlobs:
+class StoreBlobs(OneByOne):
     """Another store's values, by the names of a shared store's; a catalogue is made of it for one import."""
-
-    at_once, joined = 1, 0
 
     def __init__(self, store: Store) -> None:
         self.url, self._store = str(store.path), store
@@ -118,18 +117,12 @@ class StoreBlobs:
         catalogue = values.Survey(self._store, lambda what, why: lost.append((what, why))).catalogue()
         return replace(catalogue, left_out=tuple(lost))
 
-    def fetch(self, request: BlobRequest) -> Iterator[bytes | None]:
-        yield self._read(request.name)
-
-    def get(self, names: Sequence[str]) -> list[bytes | None]:
-        return list(map(self._read, names))
-
     def names(self, below: str) -> Iterator[str]:
         return (f"{below}{stretch.hex()}" for stretch in self._store.stretches())
 
-    def _read(self, name: str) -> bytes | None:
+    def _read(self, wanted: BlobRequest) -> bytes | None:
         try:
-            return values.value_of(self._store, name)
+            return values.value_of(self._store, wanted.name)
         except DamagedError:
             return b""
 

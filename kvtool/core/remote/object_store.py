@@ -47,7 +47,7 @@ def from_url(url: str, timeout: float) -> ObjectBlobs:
 class ObjectBlobs:
     """The objects below a folder of a bucket. Lists are asked for what might be deleted, and for many sizes."""
 
-    at_once, joined = 8, 4 * 2**20
+    at_once, together, joined = 8, 1, 4 * 2**20
 
     def __init__(self, address: Address, url: str, timeout: float = TIMEOUT) -> None:
         self.url, self._address, self._timeout = url, address, timeout
@@ -173,7 +173,10 @@ class ObjectBlobs:
             if seconds > self._timeout and came < seconds * LEAST_RATE:
                 raise RemoteError(f"{self.url} did not answer within {self._timeout:g} s", "check the line")
 
-    def fetch(self, request: BlobRequest) -> Iterator[bytes | None]:
+    def fetch(self, requests: Sequence[BlobRequest]) -> Iterator[tuple[int, bytes | None]]:
+        return ((number, piece) for number, request in enumerate(requests) for piece in self._pieces(request))
+
+    def _pieces(self, request: BlobRequest) -> Iterator[bytes | None]:
         part: Any = {"range": (request.start, request.start + request.most)} if request.pack else None
         try:
             with self._explained():

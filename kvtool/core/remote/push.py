@@ -243,7 +243,7 @@ class DryRunBlobs(PrivateBlobs):
     which decide on what follows."""
 
     def __init__(self, blobs: Blobs) -> None:
-        self.url, self.sizes, self.names, self.fetch = blobs.url, blobs.sizes, blobs.names, blobs.fetch
+        self.url, self.sizes, self.names = blobs.url, blobs.sizes, blobs.names
         self._blobs = blobs
         self._written: dict[str, bytes] = {}
 

@@ -56,7 +56,7 @@ def from_url(url: str, timeout: float) -> RedisBlobs:
 
 
 class RedisBlobs:
-    at_once, joined = 3, 2**18  # more would share a slow line, and come too late
+    at_once, together, joined = 2, 64, 2**18  # more would share a slow line, and come too late
 
     def __init__(self, url: str, timeout: float = TIMEOUT) -> None:
         parts = urlsplit(url)
@@ -152,14 +152,30 @@ class RedisBlobs:
         with self._explained():
             self._client.zrem(self._key(_LEASES), name)
 
-    def fetch(self, request: BlobRequest) -> Iterator[bytes | None]:
-        most = request.most if request.pack else min(most_bytes(request.name), request.most)
-        with self._explained(), self._bounds.of(most):
-            stop = request.start + most - bool(request.pack)
-            value = self._client.getrange(self._key(request.pack or request.name), request.start, stop)
-        if type(value) is not bytes:
-            raise RemoteError(f"{self.url} answers as no Redis does", _CHECK)
-        yield _bounded(value, most)
+    def fetch(self, requests: Sequence[BlobRequest]) -> Iterator[tuple[int, bytes | None]]:
+        """Send all commands in one round trip, and read the replies as they come."""
+        limits = [each.most if each.pack else min(most_bytes(each.name), each.most) for each in requests]
+        commands = [
+            ("GETRANGE", self._key(each.pack or each.name), each.start, each.start + most - bool(each.pack))
+            for each, most in zip(requests, limits, strict=True)
+        ]
+        left, pool = len(commands), self._client.connection_pool
+        with self._explained():
+            connection = pool.get_connection()
+        try:
+            with self._explained():
+                connection.send_packed_command(connection.pack_commands(commands))
+            for number, most in enumerate(limits):
+                with self._explained(), self._bounds.of(most):
+                    value = connection.read_response()
+                left -= 1
+                if type(value) is not bytes:
+                    raise RemoteError(f"{self.url} answers as no Redis does", _CHECK)
+                yield number, _bounded(value, most)
+        finally:
+            if left:  # replies are on their way that nobody reads
+                connection.disconnect()
+            pool.release(connection)
 
     def close(self) -> None:
         with suppress(Exception):  # it may be gone already
