@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import replace
 from typing import NamedTuple
@@ -23,7 +22,6 @@ from kvtool.core.remote.catalogue import (
     catalogue_name,
     digest_of,
     kv_names,
-    places_of,
 )
 from kvtool.core.remote.catalogue_io import CatalogueCache
 from kvtool.core.remote.gc import Lease
@@ -51,10 +49,9 @@ class Sender:
         packs = sorted(mine.packs())
         sizes = self._sound_sizes([pack.name for pack in packs])
         broken = {pack for pack in packs if sizes[pack.name] != pack.size}
-        thin = thin_packs(mine, theirs) - broken if theirs is not None else set()
-        places = self._send_descriptions(mine, broken | thin | scattered(mine))
+        places = self._send_descriptions(mine, broken | scattered(mine))
         self.events.step("chunks", sum(len(chunk.levels) for chunk in mine.chunks.values()), "chunks")
-        gaps = self._gaps(mine, broken, thin)
+        gaps = self._gaps(mine, broken)
         mine = replace(mine, chunks=self._of_one_machine(mine.chunks, gaps, theirs))
         self._count(sum(len(chunk.levels) for chunk in mine.chunks.values()) - len(gaps), moved=False)
         lost = self._send_records(mine, gaps, places)
@@ -72,17 +69,13 @@ class Sender:
 
     # ---- KV ----
 
-    def _gaps(self, mine: Catalogue, broken: set[Pack], thin: set[Pack]) -> set[Member]:
+    def _gaps(self, mine: Catalogue, broken: set[Pack]) -> set[Member]:
         gaps, alone = set[Member](), list[tuple[Member, list[str]]]()
         for key, chunk in mine.chunks.items():
             for level, stored in chunk.levels.items():
                 if stored.place is None and stored.size > MOST_BYTES:
                     alone.append(((key, level), kv_names(key, chunk, level)))
-                elif (
-                    stored.place is None
-                    or stored.place.pack in broken
-                    or (stored.place.pack in thin and values.holds_level(self.store, bytes.fromhex(key), chunk, level))
-                ):
+                elif stored.place is None or stored.place.pack in broken:
                     gaps.add((key, level))
         sizes = self._sound_sizes([name for _, names in alone for name in names])
         for (key, level), names in alone:
@@ -239,7 +232,6 @@ def with_places(mine: Catalogue, places: Mapping[Member, Place | None], lost: se
 
 PACK_BYTES = 8 * 2**20  # of a pack; one chunk that is larger has a pack of its own
 MOST_BYTES = 2**28  # of a level in a pack: Redis keeps no value of more than 512 MB. What is larger is sent by layer
-_LEAST_USED = 0.5  # of a pack: below that, what is still used of it is packed anew
 
 Member = tuple[str, str]  # key of a chunk or a file in hex, level or FILE or CHUNK
 FILE, CHUNK = "/file", "/chunk"  # in a level's place: the description of one
@@ -279,19 +271,6 @@ def by_document(store: Store, files: Set[str] | Mapping[str, File], chunks: Iter
         if len(order) == len(wanted):  # of a change: the other documents are not read
             break
     return [*{**order, **wanted}]
-
-
-def thin_packs(mine: Catalogue, theirs: Catalogue) -> set[Pack]:
-    used: Counter[Pack] = Counter()
-    for place in places_of(theirs.files, theirs.chunks):
-        used[place.pack] += sum(place.lengths)
-    files = {key: file for key, file in mine.files.items() if theirs.files.get(key) is not file}
-    chunks = {key: chunk for key, chunk in mine.chunks.items() if theirs.chunks.get(key) is not chunk}
-    known = {key: theirs.files[key] for key in files.keys() & theirs.files.keys()}
-    there = {*places_of(known, {key: theirs.chunks[key] for key in chunks.keys() & theirs.chunks.keys()})}
-    for place in {*places_of(files, chunks)} - there:
-        used[place.pack] += sum(place.lengths)
-    return {pack for pack, size in used.items() if size < _LEAST_USED * pack.size}
 
 
 _SMALL = 8  # is a pack of less than an eighth of what one may have
