@@ -13,10 +13,9 @@ from typing import IO
 from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.cache.layout import sync_folder
 from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError, UsageError
-from kvtool.core.remote.blobs import PrivateBlobs
+from kvtool.core.remote.blobs import PrivateBlobs, most_bytes
 from kvtool.core.remote.catalogue import HEAD
 from kvtool.core.remote.folder import FULL, read_at, temporary_name
-from kvtool.core.remote.validation import most_bytes
 
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # of every member: the same content is the same file
 _MOST_OFFSET = 2**62

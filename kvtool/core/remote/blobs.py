@@ -12,11 +12,19 @@ from kvtool.core.common.installing import extra_line
 from kvtool.core.common.plugins import found
 from kvtool.core.common.urls import KINDS, SCHEME, for_people, is_url
 from kvtool.core.errors import KvtoolError, UsageError
-from kvtool.core.remote.validation import most_bytes
 
 TIMEOUT = 5.0  # seconds for a value, after which a shared store counts as gone
 LEASES = {"push": 600.0, "sweep": 60.0}  # seconds that a lease lasts, by what its name begins with
 AHEAD = 3600.0  # seconds: two clocks may differ by less
+LEAST_RATE = 1024  # bytes a second, on average, of an answer that takes longer than the timeout
+MOST_NAMES = 10**7  # that a place lists; more would never end
+MOST_BYTES = 2**30  # of any value
+_MOST = {"head": 2**12, "catalogue": 2**28, "shard": 2**26, "meta": 2**24, "chunk": 2**24}  # by what a name begins with
+
+
+def most_bytes(name: str) -> int:
+    """Return the largest size in bytes that a value of this name may have."""
+    return _MOST.get(name.partition("/")[0], MOST_BYTES)
 
 
 class Readable(Protocol):

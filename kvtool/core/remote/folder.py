@@ -22,9 +22,8 @@ from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.cache.layout import TEMPORARY, atomic_write, make_folder
 from kvtool.core.common.urls import for_people
 from kvtool.core.errors import NoSpaceError, RemoteError, UsageError
-from kvtool.core.remote.blobs import OneByOne, expired_leases, seconds_held
+from kvtool.core.remote.blobs import OneByOne, expired_leases, most_bytes, seconds_held
 from kvtool.core.remote.catalogue import HEAD
-from kvtool.core.remote.validation import most_bytes
 
 _LOCK = "head.lock"
 _LOCK_WAIT = 10.0  # seconds; a replacement takes milliseconds

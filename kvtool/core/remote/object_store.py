@@ -23,8 +23,7 @@ from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.common.installing import extra_line
 from kvtool.core.common.urls import for_people, is_host
 from kvtool.core.errors import KvtoolError, NoSpaceError, RemoteError, UsageError
-from kvtool.core.remote.blobs import TIMEOUT, expired_leases, seconds_held
-from kvtool.core.remote.validation import LEAST_RATE, MOST_NAMES, most_bytes
+from kvtool.core.remote.blobs import LEAST_RATE, MOST_NAMES, TIMEOUT, expired_leases, most_bytes, seconds_held
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta, UpdateVersion

@@ -19,7 +19,7 @@ from kvtool.core.cache.writer import Writer
 from kvtool.core.common.types import Events
 from kvtool.core.errors import DamagedError, NoSpaceError, RemoteError, StoreNotFoundError
 from kvtool.core.remote import values
-from kvtool.core.remote.blobs import Blobs, Readable, open_blobs
+from kvtool.core.remote.blobs import MOST_BYTES, Blobs, Readable, open_blobs
 from kvtool.core.remote.catalogue import Catalogue, Chunk, Place, chunk_name, digest_of, file_name, records_wanted
 from kvtool.core.remote.catalogue_io import check_same_identity, read_catalogue
 from kvtool.core.remote.options import PullOptions
@@ -36,7 +36,6 @@ from kvtool.core.remote.selection import (
     wanted_records,
 )
 from kvtool.core.remote.signing import Trust
-from kvtool.core.remote.validation import MOST_BYTES
 from kvtool.core.remote.values import join_codec
 
 _DEFAULTS = PullOptions()

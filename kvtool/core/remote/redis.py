@@ -19,8 +19,7 @@ from redis.utils import HIREDIS_AVAILABLE
 from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.common.urls import HIDDEN, SHOWN, for_people, is_host
 from kvtool.core.errors import KvtoolError, NoSpaceError, RemoteError, UsageError
-from kvtool.core.remote.blobs import AHEAD, LEASES, TIMEOUT, seconds_held
-from kvtool.core.remote.validation import LEAST_RATE, MOST_NAMES, most_bytes
+from kvtool.core.remote.blobs import AHEAD, LEASES, LEAST_RATE, MOST_NAMES, TIMEOUT, most_bytes, seconds_held
 
 if not HIREDIS_AVAILABLE:  # whose parser is the default one then, and the one that is bounded
     raise ImportError("hiredis")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvtool.core.cache.identity import HERE, Origin
 from kvtool.core.common.installing import extra_line
 from kvtool.core.errors import DamagedError, KvtoolError, UntrustedError, UsageError
-from kvtool.core.remote import validation
+from kvtool.core.remote.catalogue import hex_of, typed
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -130,10 +130,10 @@ def proof_row(proof: Proof) -> dict[str, str]:
 
 
 def proof_of(row: Mapping[str, Any], digest: bytes) -> Proof:
-    name = validation.text_of(row["name"])
+    name = typed(row["name"], str)
     if len(name) > 100 or not name.isprintable():
         raise ValueError("a signer's name that cannot be printed")
-    key, signature = validation.hex_of(row["key"], 32), validation.hex_of(row["signature"], 64)
+    key, signature = hex_of(row["key"], 32), hex_of(row["signature"], 64)
     return Proof(name, bytes.fromhex(key), bytes.fromhex(signature), digest)
 
 
