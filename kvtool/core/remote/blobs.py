@@ -80,8 +80,8 @@ class Blobs(Readable, Protocol):
     def close(self) -> None: ...
 
 
-class OneByOne:
-    """A source on this machine: one value is read after the other, at once."""
+class Backend:
+    """A source that reads one value after the other, by `_read`, or that has its own `fetch`."""
 
     at_once, together, joined = 1, 1, 0
 
@@ -89,13 +89,14 @@ class OneByOne:
         return ((number, self._read(request)) for number, request in enumerate(requests))
 
     def get(self, names: Sequence[str]) -> list[bytes | None]:
-        return [self._read(BlobRequest(name, most_bytes(name))) for name in names]
+        found = dict(self.fetch([BlobRequest(name, most_bytes(name)) for name in names]))
+        return [found.get(number, b"") for number in range(len(names))]
 
     def _read(self, wanted: BlobRequest) -> bytes | None:
         raise NotImplementedError
 
 
-class PrivateBlobs(OneByOne):
+class PrivateBlobs(Backend):
     """A store that nobody else uses: nothing has to be leased, deleted or synced."""
 
     def flush(self) -> None: ...
@@ -118,10 +119,13 @@ def seconds_held(name: str) -> float:
     return LEASES[name.partition("-")[0]]
 
 
-def expired_leases(renewed: Mapping[str, float], now: float) -> set[str]:
-    """Return the leases that are over, of some and the times they were last renewed at. A time far in the future counts
-    as over: the clock was wrong then, and the lease would not end before that time."""
-    return {name for name, at in renewed.items() if not -AHEAD < now - at < seconds_held(name)}
+def leases_at(now: float, renewed: Mapping[str, float]) -> tuple[set[str], set[str]]:
+    """Return the leases that are valid and those that are over, by their names and the times of their last renewal;
+    other names are neither. A time far in the future counts as over: the clock was wrong then, and the lease would not
+    end before that time."""
+    leases = {name: at for name, at in renewed.items() if name.partition("-")[0] in LEASES}
+    valid = {name for name, at in leases.items() if -AHEAD < now - at < seconds_held(name)}
+    return valid, leases.keys() - valid
 
 
 # ---- the backend of a URL ------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.cache.layout import TEMPORARY, atomic_write, make_folder
 from kvtool.core.common.urls import for_people
 from kvtool.core.errors import NoSpaceError, RemoteError, UsageError
-from kvtool.core.remote.blobs import OneByOne, expired_leases, most_bytes, seconds_held
+from kvtool.core.remote.blobs import Backend, leases_at, most_bytes
 from kvtool.core.remote.catalogue import HEAD
 
 _LOCK = "head.lock"
@@ -43,7 +43,7 @@ def from_url(url: str, timeout: float) -> FolderBlobs:
     return FolderBlobs(Path(path))
 
 
-class FolderBlobs(OneByOne):
+class FolderBlobs(Backend):
     def __init__(self, root: Path) -> None:
         self.url = "file://" + "".join(_ESCAPED.get(sign, sign) for sign in str(root))
         self._root = root
@@ -123,14 +123,13 @@ class FolderBlobs(OneByOne):
         times: dict[str, float] = {}
         with self._explained("read"), suppress(FileNotFoundError), os.scandir(self._root / _LEASES) as entries:
             for entry in entries:
-                with suppress(FileNotFoundError, KeyError):
-                    seconds_held(entry.name)  # one of ours
+                with suppress(FileNotFoundError):
                     times[entry.name] = entry.stat(follow_symlinks=False).st_mtime
         now = max(times.values(), default=0.0) if self._renewed is None else self._renewed
-        over = expired_leases(times, now)
+        valid, over = leases_at(now, times)
         for name in over:
             self.release(name)
-        return times.keys() - over
+        return valid
 
     def release(self, name: str) -> None:
         with self._explained("written"), suppress(FileNotFoundError):

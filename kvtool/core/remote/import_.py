@@ -20,7 +20,7 @@ from kvtool.core.common.types import Events
 from kvtool.core.errors import DamagedError, StoreFormatError, StoreNotFoundError, UsageError
 from kvtool.core.remote import values
 from kvtool.core.remote.archive import ArchiveBlobs, opened_archive
-from kvtool.core.remote.blobs import OneByOne
+from kvtool.core.remote.blobs import Backend
 from kvtool.core.remote.catalogue import Catalogue
 from kvtool.core.remote.catalogue_io import read_head
 from kvtool.core.remote.options import ImportOptions
@@ -105,7 +105,7 @@ def _check(path: Path, source: Path) -> None:
             raise StoreNotFoundError(f"the store at {source} is empty", "run `kvtool ingest PATH` for it first")
 
 
-class StoreBlobs(OneByOne):
+class StoreBlobs(Backend):
     """Another store's values, by the names of a shared store's; a catalogue is made of it for one import."""
 
     def __init__(self, store: Store) -> None:

@@ -23,7 +23,7 @@ from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.common.installing import extra_line
 from kvtool.core.common.urls import for_people, is_host
 from kvtool.core.errors import KvtoolError, NoSpaceError, RemoteError, UsageError
-from kvtool.core.remote.blobs import LEAST_RATE, MOST_NAMES, TIMEOUT, expired_leases, most_bytes, seconds_held
+from kvtool.core.remote.blobs import LEAST_RATE, MOST_NAMES, TIMEOUT, leases_at, most_bytes
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta, UpdateVersion
@@ -132,16 +132,11 @@ class ObjectBlobs:
         self.put({f"{_LEASES}/{name}": b"1"})
 
     def held(self) -> set[str]:
-        times = dict[str, float]()
-        for found in self._list(_LEASES):
-            name = found["path"].removeprefix(f"{_LEASES}/")
-            with suppress(KeyError):
-                seconds_held(name)  # one of ours
-                times[name] = found["last_modified"].timestamp()
-        now = max(times.values(), default=0.0) - _RESOLUTION
-        over = expired_leases(times, now)
+        listed = self._list(_LEASES)
+        times = {found["path"].removeprefix(f"{_LEASES}/"): found["last_modified"].timestamp() for found in listed}
+        valid, over = leases_at(max(times.values(), default=0.0) - _RESOLUTION, times)
         self.delete([f"{_LEASES}/{name}" for name in over])
-        return times.keys() - over
+        return valid
 
     def release(self, name: str) -> None:
         self.delete([f"{_LEASES}/{name}"])

@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.errors import RemoteError, UsageError
-from kvtool.core.remote.blobs import OneByOne, seconds_held
+from kvtool.core.remote.blobs import Backend, seconds_held
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS blobs (name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
@@ -27,7 +27,7 @@ def from_url(url: str, timeout: float) -> SqliteBlobs:
     return SqliteBlobs(unquote(parts.path), timeout)
 
 
-class SqliteBlobs(OneByOne):
+class SqliteBlobs(Backend):
     """Values by name in a table; every change is a transaction of its own."""
 
     def __init__(self, path: str, timeout: float) -> None:
