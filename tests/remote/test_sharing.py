@@ -17,7 +17,7 @@ from kvtool.core.cache.integrity import repair, verify
 from kvtool.core.cache.store import Store
 from kvtool.core.common.types import Events
 from kvtool.core.errors import NoSpaceError, RemoteError, StoreFormatError, UsageError
-from kvtool.core.remote import catalogue, catalogue_io, gc, values
+from kvtool.core.remote import catalogue, catalogue_io, values
 from kvtool.core.remote.blobs import Blobs, open_blobs
 from kvtool.core.remote.catalogue import HEAD, digest_of, is_own, unseal_head
 from kvtool.core.remote.catalogue_io import read_catalogue
@@ -270,7 +270,7 @@ def test_repeated_pushes_do_not_grow_the_store(store: Store, blobs: Blobs, tmp_p
 
 
 def test_head_stays_bounded_during_other_pushes(store: Store, blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gc, "_MOST_BEFORE", 3)
+    monkeypatch.setattr("kvtool.core.remote.gc._MOST_BEFORE", 3)
     blobs.hold("push-other")
     for number in range(6):
         add(store, "f1", f"version {number}")

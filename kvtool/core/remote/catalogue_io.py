@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from math import log2
 from pathlib import Path
@@ -234,37 +234,30 @@ def pack_root(catalogue: Catalogue, key: SigningKey | None = None) -> bytes:
 
 def open_root(data: bytes) -> Catalogue:
     """Inverse of :func:`pack_root`; checks every part. Raises DamagedError, StoreFormatError."""
-    try:
+    with _explained():
         value = unpacked(data)
         check_format(value["format"])
         shards = tuple(map(_shard_row, list_of(value["shards"])))
         if len(shards).bit_count() != 1 or len(shards) > 1 << _MOST_BITS:
             raise ValueError("shards of another number than a power of two")
         return Catalogue(*facts_of(value), shards=shards, proof=proof_in(value))
-    except (ValueError, KeyError, zstandard.ZstdError) as error:
-        raise unreadable(error) from error
 
 
 def _shard_row(value: Any) -> Shard | None:
     if value is None:
         return None
     digest, size, files, chunks = list_of(value, 4)
-    count_of(size, 1, most_bytes("shard"))
-    count_of(files, 0, INT64)
-    least = 0 if files else 1  # of nothing there is no shard: a root could name it often
-    count_of(chunks, least, INT64)
-    return Shard(mark_of(digest), size, files, chunks)
+    least = 0 if count_of(files, 0, INT64) else 1  # of nothing there is no shard: a root could name it often
+    return Shard(mark_of(digest), count_of(size, 1, most_bytes("shard")), files, count_of(chunks, least, INT64))
 
 
 def open_shard(data: bytes, number: int, count: int, left_out: list[tuple[str, str]]) -> Entries:
     """Read the entries of a shard, by its number out of `count`. Raises DamagedError."""
-    try:
+    with _explained():
         files, chunks = entries_of(unpacked(data), left_out)
         if any(number_of(key, count) != number for keys in (files, chunks) for key in keys):
             raise ValueError("a shard describes what belongs into another one")
-    except (ValueError, KeyError, zstandard.ZstdError) as error:
-        raise unreadable(error) from error
-    return files, chunks
+        return files, chunks
 
 
 @paused_collection()  # of a million entries a look for garbage costs a tenth of what making them does
@@ -274,11 +267,12 @@ def filled(root: Catalogue, entries: Iterable[tuple[int, bytes]], most: int) -> 
     for number, data in entries:
         shard = root.shards[number]
         some_files, some_chunks = open_shard(data, number, len(root.shards), left_out)
-        if shard is None or (shard.files, shard.chunks) != (len(some_files), len(some_chunks)):
-            raise unreadable(ValueError("a shard describes another number of files or chunks"))
         most -= zstandard.frame_content_size(data)
-        if most < 0:
-            raise unreadable(ValueError("its shards unpack to too much"))
+        with _explained():
+            if shard is None or (shard.files, shard.chunks) != (len(some_files), len(some_chunks)):
+                raise ValueError("a shard describes another number of files or chunks")
+            if most < 0:
+                raise ValueError("its shards unpack to too much")
         files |= some_files
         chunks |= some_chunks
     return replace(root, files=files, chunks=chunks, left_out=tuple(left_out))
@@ -319,8 +313,12 @@ def facts_of(value: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str], tup
     return identity_of(value["identity"]), meta, tuple(map(mark_of, list_of(value["profiles"])))
 
 
-def unreadable(error: Exception) -> DamagedError:
-    return DamagedError(f"the shared store's catalogue cannot be read: {error}", PUSH_AGAIN)
+@contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, KeyError, zstandard.ZstdError) as error:
+        raise DamagedError(f"the shared store's catalogue cannot be read: {error}", PUSH_AGAIN) from error
 
 
 def packed(text: bytes) -> bytes:

@@ -29,7 +29,7 @@ from kvtool.core.remote.report import TransferReport
 from kvtool.core.remote.selection import Origins
 from kvtool.core.remote.signing import Proof
 
-_DEFAULTS = ImportOptions()
+_IMPORT = ImportOptions()
 _SOURCES = "name folders of stores, or .kvpack files"
 _MOST_CATALOGUE = 2**29  # bytes of JSON: a small pack does not unpack to gigabytes
 _SECONDS = 600.0  # for a value to come off the disk
@@ -39,7 +39,7 @@ _STRETCH = re.compile(rf"stretch/([0-9a-f]{{{2 * ID_BYTES}}})")
 def import_sources(
     path: Path,
     sources: Sequence[Path],
-    options: ImportOptions = _DEFAULTS,
+    options: ImportOptions = _IMPORT,
     store: StoreOptions | None = None,
     events: Events | None = None,
 ) -> list[TransferReport]:
@@ -52,7 +52,7 @@ def import_sources(
 def take(
     path: Path,
     place: Path,
-    options: ImportOptions = _DEFAULTS,
+    options: ImportOptions = _IMPORT,
     store: StoreOptions | None = None,
     events: Events | None = None,
 ) -> TransferReport:
@@ -67,7 +67,7 @@ def take(
     """
     _check(path, place)
     started = time.perf_counter()
-    with _opened(place) as (source, proof, catalogue):
+    with _opened_source(place) as (source, proof, catalogue):
         report = TransferReport("import", source.url)
         name = place.name if place.is_file() else os.path.realpath(place)
         origin = report.judge(options.trusted(store), proof, name)
@@ -90,12 +90,9 @@ def _check(path: Path, source: Path) -> None:
     if not source.is_dir():
         raise UsageError(f"there is no store and no pack at {source}", _SOURCES)
     here, there = (Path(os.path.realpath(place)) for place in (path, source))
-    if here == there:
-        raise UsageError(f"{source} is the store to import into", "name others, or another --store")
-    if here.is_relative_to(there):
-        raise UsageError(f"the store to import into would be inside of {source}", "name another --store, next to it")
-    if there.is_relative_to(here):
-        raise UsageError(f"{source} is inside of the store to import into", "name another --store, next to it")
+    if here.is_relative_to(there) or there.is_relative_to(here):
+        what = "is" if here == there else "contains or is part of"
+        raise UsageError(f"{source} {what} the store to import into", "name another --store, next to it")
     try:
         opened = Store.open(source)
     except StoreNotFoundError as error:  # its own hint is for the store of --store
@@ -131,7 +128,7 @@ Source = ArchiveBlobs | StoreBlobs
 
 
 @contextmanager
-def _opened(place: Path) -> Iterator[tuple[Source, Proof | None, Callable[[], Catalogue]]]:
+def _opened_source(place: Path) -> Iterator[tuple[Source, Proof | None, Callable[[], Catalogue]]]:
     """Open a source. Yields it with its signature and its catalogue, which for a store is not made yet."""
     if place.is_dir():
         with Store.open(place) as store, store.view():  # what is forgotten or replaced there meanwhile stays readable

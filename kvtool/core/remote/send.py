@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvtool.core.cache import tables
 from kvtool.core.cache.store import Store
@@ -24,21 +24,25 @@ from kvtool.core.remote.catalogue import (
     kv_names,
 )
 from kvtool.core.remote.catalogue_io import CatalogueCache
-from kvtool.core.remote.gc import Lease
 from kvtool.core.remote.prefetch import batches
 from kvtool.core.remote.report import TransferReport
+
+if TYPE_CHECKING:
+    from kvtool.core.remote.gc import Lease
 
 _AT_ONCE = 4  # values of some megabytes each: a place far away takes as long for all of them as for one
 
 
+@dataclass(frozen=True)
 class Sender:
     """`verify`: read back what is there, and send again what is damaged; else its size has to do."""
 
-    def __init__(
-        self, store: Store, blobs: Blobs, lease: Lease, report: TransferReport, events: Events, verify: bool
-    ) -> None:
-        self.store, self.blobs, self.lease = store, blobs, lease
-        self.report, self.events, self.verify = report, events, verify
+    store: Store
+    blobs: Blobs
+    lease: Lease
+    report: TransferReport
+    events: Events
+    verify: bool
 
     def send(self, mine: Catalogue, theirs: Catalogue | None) -> Catalogue:
         """Send what is missing. Return the catalogue as the shared store has it now, with the places of packed values.
