@@ -293,8 +293,8 @@ def test_what_the_store_cannot_give_is_left_out(fitted: Path, tmp_path: Path) ->
 
 
 def test_what_is_no_pack(tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / "photos.zip", "w") as archive:
-        archive.writestr("holiday.txt", "sunny")
+    with zipfile.ZipFile(tmp_path / "photos.zip", "w") as photos:
+        photos.writestr("holiday.txt", "sunny")
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "folder").mkdir()
     for name, error in (("photos.zip", UsageError), ("fifo", UsageError), ("folder", StoreNotFoundError)):
