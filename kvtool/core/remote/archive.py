@@ -1,7 +1,7 @@
 """Packs: a shared store in one file, a zip whose members are stored uncompressed under the names of the values.
 
-An export is a push into a pack, which also takes state checkpoints. An import of a pack, or of another store, is a pull:
-every value is checked before it is stored."""
+An export is a push into a pack, which also takes state checkpoints. An import of a pack, or of another store, is a
+pull: every value is checked before it is stored."""
 
 from __future__ import annotations
 
