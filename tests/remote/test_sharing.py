@@ -16,7 +16,7 @@ from kvtool.core.cache import tables
 from kvtool.core.cache.integrity import repair, verify
 from kvtool.core.cache.store import Store
 from kvtool.core.common.types import Events
-from kvtool.core.errors import NoSpaceError, RemoteError, StoreFormatError, UsageError
+from kvtool.core.errors import NoSpaceError, RemoteError, StoreFormatError
 from kvtool.core.remote import catalogue, catalogue_io, values
 from kvtool.core.remote.blobs import Blobs, open_blobs
 from kvtool.core.remote.catalogue import HEAD, digest_of, is_own, unseal_head
@@ -80,20 +80,14 @@ def pushed_by(store: Store, url: str, **options: bool) -> Callable[[], None]:
 # ---- what is whose ----------------------------------------------------------------------------------------------
 
 
-def test_push_into_a_folder_with_other_files_is_refused(store: Store, blobs: Blobs) -> None:
-    values = put_foreign(blobs)
-    for options in ({}, {"delete": True, "yes": True}, {"verify": True}):
+@pytest.mark.parametrize("names", [WORDS, (HEAD,)], ids=["files", "head"])
+def test_push_into_a_folder_with_other_files_is_refused(names: tuple[str, ...], store: Store, blobs: Blobs) -> None:
+    values = put_foreign(blobs, names)
+    for options in ({"verify": True}, *([{}, {"delete": True, "yes": True}] if names == WORDS else [])):
         with pytest.raises(StoreFormatError):
             push(store, blobs, PushOptions(**options))
     assert set(blobs.names()) == set(values)
     assert blobs.get(list(values)) == list(values.values())
-
-
-def test_push_keeps_a_foreign_head(store: Store, blobs: Blobs) -> None:
-    blobs.put({HEAD: b"ref: refs/heads/main"})
-    with pytest.raises(StoreFormatError):
-        push(store, blobs, PushOptions(verify=True))
-    assert blobs.get([HEAD]) == [b"ref: refs/heads/main"]
 
 
 def test_push_delete_keeps_foreign_values(store: Store, blobs: Blobs) -> None:
@@ -187,18 +181,6 @@ def test_push_dry_run_counts_and_changes_nothing(store: Store, blobs: Blobs) -> 
     assert expected.dry_run
 
 
-def test_push_delete_of_most_documents_needs_yes(store: Store, blobs: Blobs) -> None:
-    push(store, blobs)
-    forget(store, "f1", "f2")
-    before = set(blobs.names())
-    with pytest.raises(UsageError) as caught:
-        push(store, blobs, PushOptions(delete=True))
-    assert "--yes" in caught.value.hint
-    assert set(blobs.names()) == before
-    assert len(read_catalogue(blobs).files) == 3
-    assert push(store, blobs, PushOptions(delete=True, yes=True)).removed == 12
-
-
 def test_push_delete_command(store: Store, blobs: Blobs, url: str) -> None:
     def run(*more: str) -> Done:
         return kvtool("store", "push", url, "--store", store.path, *more)
@@ -209,7 +191,9 @@ def test_push_delete_command(store: Store, blobs: Blobs, url: str) -> None:
     assert (value["dry_run"], value["removed"], value["documents_removed"]) == (True, 12, 2)
     assert value["bytes_freed"] > 0
     assert "12 would be removed" in run("--delete", "--dry-run").fine().out
+    before = set(blobs.names())
     run("--delete", "--json").failed(2, "--yes")
+    assert (set(blobs.names()), len(read_catalogue(blobs).files)) == (before, 3)
     assert "12 removed" in run("--delete", "--yes").fine().out
     blobs.delete([HEAD])
     put_foreign(blobs)
