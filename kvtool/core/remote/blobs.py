@@ -89,7 +89,7 @@ class Backend:
         return ((number, self._read(request)) for number, request in enumerate(requests))
 
     def get(self, names: Sequence[str]) -> list[bytes | None]:
-        found = dict(self.fetch([BlobRequest(name, most_bytes(name)) for name in names]))
+        found = dict(self.fetch([BlobRequest(name, most_bytes(name)) for name in names])) if names else {}
         return [found.get(number, b"") for number in range(len(names))]
 
     def _read(self, wanted: BlobRequest) -> bytes | None:

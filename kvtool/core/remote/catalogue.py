@@ -11,15 +11,12 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.cache.identity import ID_BYTES
 from kvtool.core.cache.record import Kind, seal, unseal
 from kvtool.core.errors import DamagedError, StoreFormatError
-
-if TYPE_CHECKING:
-    from kvtool.core.remote.signing import Proof
 
 HEAD = "head"
 FORMAT = 1  # of the head, and of a catalogue or its root
@@ -174,6 +171,47 @@ def is_own(name: str) -> bool:
 
 def catalogue_name(digest: str) -> str:
     return f"catalogue/{digest}"
+
+
+# ---- the signature of a catalogue --------------------------------------------------------------------------------
+
+_CONTEXT = b"kvtool catalogue 1\0"  # no signature of anything else is one of a catalogue
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """The signature of a catalogue by an Ed25519 key, not yet verified. `name` is the comment of the key's file;
+    `digest` is of the catalogue without the signature."""
+
+    name: str
+    key: bytes
+    signature: bytes
+    digest: bytes
+
+    @property
+    def signer(self) -> str:
+        return f"{self.name or 'a key'} ({fingerprint(self.key)})"
+
+    @property
+    def message(self) -> bytes:
+        return _CONTEXT + self.digest + self.key + self.name.encode("utf-8", "surrogatepass")
+
+
+def fingerprint(key: bytes) -> str:
+    """Return the first 16 hexadecimal digits of a key's SHA-256, by which people compare keys."""
+    return hashlib.sha256(key).hexdigest()[:16]
+
+
+def proof_row(proof: Proof) -> dict[str, str]:
+    return {"name": proof.name, "key": proof.key.hex(), "signature": proof.signature.hex()}
+
+
+def proof_of(row: Mapping[str, Any], digest: bytes) -> Proof:
+    name = typed(row["name"], str)
+    if len(name) > 100 or not name.isprintable():
+        raise ValueError("a signer's name that cannot be printed")
+    key, signature = hex_of(row["key"], 32), hex_of(row["signature"], 64)
+    return Proof(name, bytes.fromhex(key), bytes.fromhex(signature), digest)
 
 
 # ---- the catalogue -----------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from kvtool.core.remote.catalogue import (
     Level,
     Pack,
     Place,
+    Proof,
     Shard,
     catalogue_name,
     check_format,
@@ -49,11 +50,13 @@ from kvtool.core.remote.catalogue import (
     object_of,
     places_of,
     plain,
+    proof_of,
+    proof_row,
     strict_json,
     typed,
     unseal_head,
 )
-from kvtool.core.remote.signing import Proof, SigningKey, proof_of, proof_row
+from kvtool.core.remote.signing import SigningKey
 
 _TRIES = 8  # pushes that come in between reading the head and the catalogue
 _AT_ONCE = 256  # shards that are asked for together

@@ -21,13 +21,12 @@ from kvtool.core.errors import DamagedError, StoreFormatError, StoreNotFoundErro
 from kvtool.core.remote import values
 from kvtool.core.remote.archive import ArchiveBlobs, opened_archive
 from kvtool.core.remote.blobs import Backend
-from kvtool.core.remote.catalogue import Catalogue
+from kvtool.core.remote.catalogue import Catalogue, Proof
 from kvtool.core.remote.catalogue_io import read_head
 from kvtool.core.remote.options import ImportOptions
 from kvtool.core.remote.pull import PullJob
 from kvtool.core.remote.report import TransferReport
 from kvtool.core.remote.selection import Origins
-from kvtool.core.remote.signing import Proof
 
 _IMPORT = ImportOptions()
 _SOURCES = "name folders of stores, or .kvpack files"

@@ -1,6 +1,4 @@
-"""Push of a local store: the values that a shared store lacks, then the catalogue, then the head in one step.
-
-Afterwards values that no valid catalogue and no other push refers to are deleted."""
+"""Push of a local store: the values that a shared store lacks, then the catalogue, then the head in one step."""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
-"""Sending of the values that a shared store lacks or holds in part: a stored value counts only if its size is right."""
+"""What a push sends and deletes: values that the shared store lacks or holds in part, and those that nobody needs.
+
+A stored value counts only if its size is right."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from kvtool.core.cache import tables
 from kvtool.core.cache.store import Store
@@ -24,11 +26,9 @@ from kvtool.core.remote.catalogue import (
     kv_names,
 )
 from kvtool.core.remote.catalogue_io import CatalogueCache
+from kvtool.core.remote.gc import Lease
 from kvtool.core.remote.prefetch import batches
 from kvtool.core.remote.report import TransferReport
-
-if TYPE_CHECKING:
-    from kvtool.core.remote.gc import Lease
 
 _AT_ONCE = 4  # values of some megabytes each: a place far away takes as long for all of them as for one
 
