@@ -30,7 +30,7 @@ from kvtool.core.remote.gc import Lease
 from kvtool.core.remote.prefetch import batches
 from kvtool.core.remote.report import TransferReport
 
-_AT_ONCE = 4  # values of some megabytes each: a place far away takes as long for all of them as for one
+_PACKS_AT_ONCE = 4  # values of some megabytes each: a place far away takes as long for all of them as for one
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,9 @@ class Sender:
         self, members: Iterable[Member], records_of: Callable[[Member], list[bytes] | None]
     ) -> Iterator[tuple[Packed, bool]]:
         """Send several packs at a time. Yield each on arrival; False: an interrupted push had sent it before."""
-        for some in batches(packs_of(members, records_of), lambda packed: packed.pack.size, _AT_ONCE * PACK_BYTES):
+        for some in batches(
+            packs_of(members, records_of), lambda packed: packed.pack.size, _PACKS_AT_ONCE * PACK_BYTES
+        ):
             sizes = self._sound_sizes([packed.pack.name for packed in some])
             lacking = {packed.pack.name: packed.value for packed in some if sizes[packed.pack.name] != packed.pack.size}
             self._put(lacking)
@@ -165,8 +167,8 @@ class Sender:
         if not self.verify:
             return dict(zip(names, self.blobs.sizes(names), strict=True))
         sizes = {}
-        for at in range(0, len(names), _AT_ONCE):
-            some = names[at : at + _AT_ONCE]
+        for at in range(0, len(names), _PACKS_AT_ONCE):
+            some = names[at : at + _PACKS_AT_ONCE]
             self.lease.renew()  # to read all of a shared store may take hours
             for name, value in zip(some, self.blobs.get(some), strict=True):
                 sizes[name] = len(value) if value is not None and values.is_sound(name, value) else 0
