@@ -14,7 +14,7 @@ from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.cache.identity import HERE, Origin, seal_origin
 from kvtool.core.cache.store import Store
 from kvtool.core.compress import job
-from kvtool.core.errors import DamagedError, ModelError, UntrustedError, UsageError
+from kvtool.core.errors import DamagedError, ModelError, UsageError
 from kvtool.core.query.answer import answer
 from kvtool.core.query.conversation import Conversation
 from kvtool.core.query.options import QueryOptions
@@ -27,7 +27,7 @@ from kvtool.core.remote.catalogue_io import open_root, pack_root
 from kvtool.core.remote.export import export
 from kvtool.core.remote.import_ import take
 from kvtool.core.remote.options import ExportOptions, ImportOptions
-from kvtool.core.remote.signing import SigningKey, Trust, public_keys, seal_of, signing_key
+from kvtool.core.remote.signing import SigningKey, public_keys, seal_of, signing_key
 from kvtool.core.remote.values import records_of
 from kvtool.core.session.session import Session
 from tests.cli.working import CHUNKS, PREFIX, damages, kvtool, write_corpus
@@ -648,18 +648,6 @@ def test_keys_of_ssh_keygen_and_of_openssl(tmp_path: Path) -> None:
         signing_key(locked)
     with pytest.raises(UsageError):
         public_keys(locked)
-
-
-def test_trust_decides(tmp_path: Path) -> None:
-    assert Trust().origin(None, "x").is_foreign
-    assert Trust(mine=True).origin(None, "x") == HERE
-    with pytest.raises(UntrustedError):
-        Trust(required=True, mine=True).origin(None, "x")
-    key = signing_key(make_key(tmp_path, "ada"))
-    proof, trust = key.sign(b"digest"), Trust(frozenset({key.public}))
-    assert trust.origin(proof, "a pack").trusted
-    with pytest.raises(DamagedError):
-        trust.origin(replace(proof, name="bob@example"), "a pack")
 
 
 def test_document_is_unpacked_once(tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,14 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
+from redis.connection import Connection
 
 from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.errors import KvtoolError, RemoteError, UsageError
 from kvtool.core.remote.blobs import Blobs, open_blobs
-from kvtool.core.remote.prefetch import Prefetcher
+from kvtool.core.remote.prefetch import GAP, Prefetcher
 from tests.remote.serving import Link
+from tests.spying import calls_of
 
 BIG = bytes(range(256)) * 4096
 
@@ -91,6 +93,20 @@ def test_parts_of_a_pack(url: str) -> None:
     values = {"a": BIG, "b": b"0123456789"}
     assert found[: len(ranges)] == [values[name][start : start + size] for name, start, size in ranges]
     assert found[len(ranges) :] == [None, b"789", None, b"0123456789"]
+
+
+def test_redis_answers_queued_requests_together(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(open_blobs(redis_url)) as blobs:
+        blobs.put({f"v/{number}": bytes([number]) * 1000 for number in range(200)} | {"pack/a": BIG})
+        parts = [BlobRequest("kv", 100, "pack/a", number * 2 * GAP) for number in range(8)]
+        single = whole(*(f"v/{number}" for number in range(200)), most=1000)
+        sent = calls_of(monkeypatch, Connection, "send_packed_command", lambda own, commands, **more: commands)
+        assert fetch(blobs, [*single, *parts]) == [
+            *(bytes([number]) * 1000 for number in range(200)),
+            *(BIG[part.start : part.start + 100] for part in parts),
+        ]
+    assert sum(bytes(piece).count(b"GETRANGE") for commands in sent for piece in commands) == 208
+    assert len([commands for commands in sent if b"GETRANGE" in b"".join(commands)]) == 4  # of 64 requests at most
 
 
 def test_redis_prefix_separates_stores(redis_url: str) -> None:

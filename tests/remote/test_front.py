@@ -13,10 +13,10 @@ import pytest
 from kvtool.core.cache import space
 from kvtool.core.cache.entries import DocumentEntry, FileEntry
 from kvtool.core.cache.store import Store
-from kvtool.core.remote import tier
 from kvtool.core.remote.blobs import open_blobs
 from kvtool.core.remote.mirror import local_place, open_shared
 from kvtool.core.remote.push import push
+from kvtool.core.remote.tier import MOST_BUDGET
 from kvtool.core.upkeep.budget import keep_budget
 from kvtool.core.upkeep.forget import pin
 from tests.stores import IDENTITY, LAYERS, id_of, make_store, noise, put
@@ -63,7 +63,7 @@ def here(url: str) -> list[int]:
 
 def test_a_new_one_has_a_budget(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the disk at most, which may not be large."""
-    for free, least, most in ((30 * 10**9, 15 * 10**9, 16 * 10**9), (10**12, tier.MOST_BUDGET, tier.MOST_BUDGET)):
+    for free, least, most in ((30 * 10**9, 15 * 10**9, 16 * 10**9), (10**12, MOST_BUDGET, MOST_BUDGET)):
         monkeypatch.setattr(space, "disk_free", lambda path, free=free: free)
         open_shared(url).close()
         with Store.open(local_place(url)) as store:

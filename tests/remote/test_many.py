@@ -140,11 +140,11 @@ def store(tmp_path: Path) -> Store:
 def test_change_moves_only_its_shards(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Change one file of forty: its two chunks, and the two that it had before."""
     fetched = calls_of(monkeypatch, FolderBlobs, "get", lambda blobs, names: {*names})
-    read = calls_of(monkeypatch, FolderBlobs, "fetch", lambda blobs, one: one.pack or one.name)
+    read = calls_of(monkeypatch, FolderBlobs, "fetch", lambda blobs, asked: {one.pack or one.name for one in asked})
     put = calls_of(monkeypatch, FolderBlobs, "put", lambda blobs, values: [*values])
 
     def asked() -> set[str]:
-        names = set().union(read, *fetched)
+        names = set().union(*read, *fetched)
         read.clear()
         fetched.clear()
         return names

@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import KvtoolError, RemoteError
 from kvtool.core.remote import object_store
 from kvtool.core.remote.blobs import open_blobs
 from kvtool.core.remote.object_store import ObjectBlobs
-from kvtool.core.remote.prefetch import GAP, spans_of
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from tests.cli.working import QUESTION, SHORT, kvtool
@@ -142,26 +140,3 @@ def test_a_web_server_is_read(shared: Path, tmp_path: Path) -> None:
             with pytest.raises(RemoteError):
                 push(store, blobs)
     assert all(request.path.startswith("/kv/") for request in service.asked)
-
-
-# ---- requests ----------------------------------------------------------------------------------------------------
-
-
-MOST = ObjectBlobs.joined
-
-
-def spans(wanted: list[BlobRequest]) -> list[tuple[str, int, int, int]]:
-    """The requests for values: name, first byte, bytes, values."""
-    requests = [(span.request, span.left) for span in dict.fromkeys(spans_of(wanted, MOST))]
-    return [(one.pack or one.name, one.start, one.most, left) for one, left in requests]
-
-
-def test_parts_that_are_near_each_other_are_one_request() -> None:
-    near = [BlobRequest("kv", 100, "pack/a", start) for start in (0, 100, 200)]
-    assert spans(near) == [("pack/a", 0, 300, 3)]
-    apart = [BlobRequest("kv", 10, "pack/a", start) for start in (0, GAP + 10, 2 * GAP + 21)]
-    assert spans(apart) == [("pack/a", 0, GAP + 20, 2), ("pack/a", 2 * GAP + 21, 10, 1)]
-    large = [BlobRequest("kv", MOST // 2, "pack/a", number * MOST // 2) for number in range(5)]
-    assert spans(large) == [("pack/a", 0, MOST, 2), ("pack/a", MOST, MOST, 2), ("pack/a", 2 * MOST, MOST // 2, 1)]
-    mixed = [near[0], BlobRequest("head", 10), near[2], BlobRequest("kv", 10, "pack/b", 0)]
-    assert spans(mixed) == [("pack/a", 0, 300, 2), ("head", 0, 10, 1), ("pack/b", 0, 10, 1)]

@@ -246,27 +246,3 @@ def test_a_pulled_store_keeps_its_own_and_learns_the_rest(store: Store, blobs: B
         know(other, {"profile": MINE, "losses": {MINE: {"1": loss(0.2)}}})
         pull(place, blobs, PullOptions(mine=True))
         assert other.codec_state() == {"profile": MINE, "losses": {MINE: {"1": loss(0.2), "3": loss(0.3)}}}
-
-
-@pytest.mark.parametrize(
-    ("mine", "theirs", "joined"),
-    [
-        ({}, {}, {}),
-        ({}, {"profile": MINE, "losses": {MINE: {"2": 1}}}, {"profile": MINE, "losses": {MINE: {"2": 1}}}),
-        ({"profile": MINE, "losses": {MINE: {"2": 1}}}, {}, {"profile": MINE, "losses": {MINE: {"2": 1}}}),
-        (  # another profile's losses are true of its own records only
-            {"profile": MINE, "losses": {MINE: {"2": 1}}},
-            {"profile": THEIRS, "losses": {THEIRS: {"2": 9, "3": 8}}},
-            {"profile": MINE, "losses": {MINE: {"2": 1}, THEIRS: {"2": 9, "3": 8}}},
-        ),
-        (
-            {"profile": MINE, "losses": {MINE: {"2": 1}, NONE: {"1": 4}}},
-            {"profile": "", "losses": {NONE: {"1": 5, "4": 6}}},
-            {"profile": MINE, "losses": {MINE: {"2": 1}, NONE: {"1": 4, "4": 6}}},
-        ),
-        ({"profile": ""}, {"profile": "", "losses": {NONE: {"1": 5}}}, {"profile": "", "losses": {NONE: {"1": 5}}}),
-        ({"profile": MINE}, {"named": True}, {"profile": MINE, "named": True, "losses": {}}),
-    ],
-)
-def test_two_codec_states(mine: dict[str, Any], theirs: dict[str, Any], joined: dict[str, Any]) -> None:
-    assert values.join_codec(mine, theirs) == joined

@@ -104,12 +104,7 @@ def test_pull_delete_of_most_documents_needs_yes(store: Store, blobs: Blobs, tmp
     done = pull(tmp_path / "mine", blobs, PullOptions(delete=True, yes=True, mine=True))
     assert (rehearsed.removed, done.removed) == (5, 5)
     assert (rehearsed.files, rehearsed.chunks) == (done.files, done.chunks)
-    assert (
-        pull(tmp_path / "mine", blobs, PullOptions(delete=True, mine=True, dry_run=True)).to_json()["files"][
-            "transferred"
-        ]
-        == 0
-    )
+    assert pull(tmp_path / "mine", blobs, PullOptions(delete=True, mine=True, dry_run=True)).files.transferred == 0
     with Store.open(tmp_path / "mine") as mine, mine.writer() as writer:
         for number in range(3):
             add_file(writer, f"own{number}", [f"own{number}"])

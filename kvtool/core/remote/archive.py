@@ -1,4 +1,7 @@
-"""A pack: a shared store in one file, a zip whose members are stored uncompressed under the names of the values."""
+"""Packs: a shared store in one file, a zip whose members are stored uncompressed under the names of the values.
+
+An export is a push into a pack, which also takes state checkpoints. An import of a pack, or of another store, is a
+pull: every value is checked before it is stored."""
 
 from __future__ import annotations
 
@@ -13,10 +16,9 @@ from typing import IO
 from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.cache.layout import sync_folder
 from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError, UsageError
-from kvtool.core.remote.blobs import PrivateBlobs
+from kvtool.core.remote.blobs import PrivateBlobs, most_bytes
 from kvtool.core.remote.catalogue import HEAD
 from kvtool.core.remote.folder import FULL, read_at, temporary_name
-from kvtool.core.remote.validation import most_bytes
 
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # of every member: the same content is the same file
 _MOST_OFFSET = 2**62
@@ -28,9 +30,6 @@ class ArchiveBlobs(PrivateBlobs):
 
     def __init__(self, path: Path, file: IO[bytes], archive: zipfile.ZipFile) -> None:
         self.url, self._file, self._archive = str(path), file, archive
-
-    def get(self, names: Sequence[str]) -> list[bytes | None]:
-        return [self._read(BlobRequest(name, most_bytes(name))) for name in names]
 
     def sizes(self, names: Sequence[str]) -> list[int]:
         members = map(self._member, names)
@@ -50,9 +49,6 @@ class ArchiveBlobs(PrivateBlobs):
 
     def names(self, below: str = "") -> Iterator[str]:
         return (name for name in self._archive.namelist() if name.startswith(below))
-
-    def fetch(self, request: BlobRequest) -> Iterator[bytes | None]:
-        yield self._read(request)
 
     def _member(self, name: str) -> zipfile.ZipInfo | None:
         with suppress(KeyError):

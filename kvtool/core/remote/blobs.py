@@ -16,19 +16,29 @@ from kvtool.core.errors import KvtoolError, UsageError
 TIMEOUT = 5.0  # seconds for a value, after which a shared store counts as gone
 LEASES = {"push": 600.0, "sweep": 60.0}  # seconds that a lease lasts, by what its name begins with
 AHEAD = 3600.0  # seconds: two clocks may differ by less
+LEAST_RATE = 1024  # bytes a second, on average, of an answer that takes longer than the timeout
+MOST_NAMES = 10**7  # that a place lists; more would never end
+MOST_BYTES = 2**30  # of any value
+_MOST = {"head": 2**12, "catalogue": 2**28, "shard": 2**26, "meta": 2**24, "chunk": 2**24}  # by what a name begins with
+
+
+def most_bytes(name: str) -> int:
+    """Return the largest size in bytes that a value of this name may have."""
+    return _MOST.get(name.partition("/")[0], MOST_BYTES)
 
 
 class Readable(Protocol):
-    """A source that a pull reads from: a shared store, or a pack. `url` is shown to people. It takes `at_once`
-    requests; one for several near parts of a pack is of `joined` bytes at most."""
+    """A source that a pull reads from: a shared store, or a pack. `url` is shown to people. It takes `at_once` fetches,
+    each of `together` requests; a request for several near parts of a pack is of `joined` bytes at most."""
 
     url: str
     at_once: int
+    together: int
     joined: int
 
-    def fetch(self, request: BlobRequest) -> Iterator[bytes | None]:
-        """Yield a value's bytes as they come: None if it is missing, none if it is too large or no value at all, fewer
-        if a part is cut off. Raises RemoteError."""
+    def fetch(self, requests: Sequence[BlobRequest]) -> Iterator[tuple[int, bytes | None]]:
+        """Yield the number of a request and bytes of its value as they come, one value after the other: None if it is
+        missing, nothing if it is too large or no value at all, fewer if a part is cut off. Raises RemoteError."""
 
 
 class Blobs(Readable, Protocol):
@@ -70,10 +80,24 @@ class Blobs(Readable, Protocol):
     def close(self) -> None: ...
 
 
-class PrivateBlobs:
-    """A store that nobody else uses: nothing has to be leased, deleted or synced."""
+class Backend:
+    """A source that reads one value after the other, by `_read`, or that has its own `fetch`."""
 
-    at_once, joined = 1, 0
+    at_once, together, joined = 1, 1, 0
+
+    def fetch(self, requests: Sequence[BlobRequest]) -> Iterator[tuple[int, bytes | None]]:
+        return ((number, self._read(request)) for number, request in enumerate(requests))
+
+    def get(self, names: Sequence[str]) -> list[bytes | None]:
+        found = dict(self.fetch([BlobRequest(name, most_bytes(name)) for name in names])) if names else {}
+        return [found.get(number, b"") for number in range(len(names))]
+
+    def _read(self, wanted: BlobRequest) -> bytes | None:
+        raise NotImplementedError
+
+
+class PrivateBlobs(Backend):
+    """A store that nobody else uses: nothing has to be leased, deleted or synced."""
 
     def flush(self) -> None: ...
 
@@ -95,10 +119,13 @@ def seconds_held(name: str) -> float:
     return LEASES[name.partition("-")[0]]
 
 
-def expired_leases(renewed: Mapping[str, float], now: float) -> set[str]:
-    """Return the leases that are over, of some and the times they were last renewed at. A time far in the future counts
-    as over: the clock was wrong then, and the lease would not end before that time."""
-    return {name for name, at in renewed.items() if not -AHEAD < now - at < seconds_held(name)}
+def leases_at(now: float, renewed: Mapping[str, float]) -> tuple[set[str], set[str]]:
+    """Return the leases that are valid and those that are over, by their names and the times of their last renewal;
+    other names are neither. A time far in the future counts as over: the clock was wrong then, and the lease would not
+    end before that time."""
+    leases = {name: at for name, at in renewed.items() if name.partition("-")[0] in LEASES}
+    valid = {name for name, at in leases.items() if -AHEAD < now - at < seconds_held(name)}
+    return valid, leases.keys() - valid
 
 
 # ---- the backend of a URL ------------------------------------------------------------------------------------------

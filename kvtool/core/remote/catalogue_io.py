@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from math import log2
 from pathlib import Path
@@ -25,11 +25,11 @@ from kvtool.core.common.collecting import paused_collection
 from kvtool.core.common.files import cache_dir
 from kvtool.core.common.urls import is_url, place_of
 from kvtool.core.errors import DamagedError, KvtoolError, StoreFormatError, StoreNotFoundError
-from kvtool.core.remote import validation
-from kvtool.core.remote.blobs import Blobs
+from kvtool.core.remote.blobs import MOST_BYTES, Blobs, most_bytes
 from kvtool.core.remote.catalogue import (
     FORMAT,
     HEAD,
+    INT64,
     PUSH_AGAIN,
     Catalogue,
     Chunk,
@@ -37,21 +37,32 @@ from kvtool.core.remote.catalogue import (
     Level,
     Pack,
     Place,
+    Proof,
     Shard,
     catalogue_name,
     check_format,
+    count_of,
     digest_of,
+    hex_of,
+    identity_of,
+    list_of,
+    mark_of,
+    object_of,
     places_of,
+    plain,
+    proof_of,
+    proof_row,
+    strict_json,
+    typed,
     unseal_head,
 )
-from kvtool.core.remote.signing import Proof, SigningKey, proof_of, proof_row
-from kvtool.core.remote.validation import MOST_BYTES, MOST_LAYERS, MOST_LEVEL_BYTES, most_bytes
+from kvtool.core.remote.signing import SigningKey
 
 _TRIES = 8  # pushes that come in between reading the head and the catalogue
 _AT_ONCE = 256  # shards that are asked for together
 
 
-def read_head(blobs: Blobs, whole: bool = True, most: int = validation.INT64) -> tuple[bytes, Catalogue]:
+def read_head(blobs: Blobs, whole: bool = True, most: int = INT64) -> tuple[bytes, Catalogue]:
     """Read the head and the catalogue in force, or its root alone; its shards unpack to at most so many bytes. Raises
     StoreNotFoundError if nothing was ever pushed, RemoteError, DamagedError, StoreFormatError."""
     (head,) = blobs.get([HEAD])
@@ -84,7 +95,7 @@ def root_of(blobs: Blobs, digest: str) -> Catalogue:
     return open_root(packed)
 
 
-def with_shards(blobs: Blobs, root: Catalogue, numbers: Iterable[int], most: int = validation.INT64) -> Catalogue:
+def with_shards(blobs: Blobs, root: Catalogue, numbers: Iterable[int], most: int = INT64) -> Catalogue:
     shards = [(number, shard) for number in numbers if (shard := root.shards[number]) is not None]
     return filled(root, _values(blobs, [(number, shard.digest, shard.name) for number, shard in shards]), most)
 
@@ -226,37 +237,30 @@ def pack_root(catalogue: Catalogue, key: SigningKey | None = None) -> bytes:
 
 def open_root(data: bytes) -> Catalogue:
     """Inverse of :func:`pack_root`; checks every part. Raises DamagedError, StoreFormatError."""
-    try:
+    with _explained():
         value = unpacked(data)
         check_format(value["format"])
-        shards = tuple(map(_shard_row, validation.list_of(value["shards"])))
+        shards = tuple(map(_shard_row, list_of(value["shards"])))
         if len(shards).bit_count() != 1 or len(shards) > 1 << _MOST_BITS:
             raise ValueError("shards of another number than a power of two")
         return Catalogue(*facts_of(value), shards=shards, proof=proof_in(value))
-    except (ValueError, KeyError, zstandard.ZstdError) as error:
-        raise unreadable(error) from error
 
 
 def _shard_row(value: Any) -> Shard | None:
     if value is None:
         return None
-    digest, size, files, chunks = validation.list_of(value, 4)
-    validation.count_of(size, 1, most_bytes("shard"))
-    validation.count_of(files, 0, validation.INT64)
-    least = 0 if files else 1  # of nothing there is no shard: a root could name it often
-    validation.count_of(chunks, least, validation.INT64)
-    return Shard(validation.hex_of(digest, MARK_BYTES), size, files, chunks)
+    digest, size, files, chunks = list_of(value, 4)
+    least = 0 if count_of(files, 0, INT64) else 1  # of nothing there is no shard: a root could name it often
+    return Shard(mark_of(digest), count_of(size, 1, most_bytes("shard")), files, count_of(chunks, least, INT64))
 
 
 def open_shard(data: bytes, number: int, count: int, left_out: list[tuple[str, str]]) -> Entries:
     """Read the entries of a shard, by its number out of `count`. Raises DamagedError."""
-    try:
+    with _explained():
         files, chunks = entries_of(unpacked(data), left_out)
         if any(number_of(key, count) != number for keys in (files, chunks) for key in keys):
             raise ValueError("a shard describes what belongs into another one")
-    except (ValueError, KeyError, zstandard.ZstdError) as error:
-        raise unreadable(error) from error
-    return files, chunks
+        return files, chunks
 
 
 @paused_collection()  # of a million entries a look for garbage costs a tenth of what making them does
@@ -266,11 +270,12 @@ def filled(root: Catalogue, entries: Iterable[tuple[int, bytes]], most: int) -> 
     for number, data in entries:
         shard = root.shards[number]
         some_files, some_chunks = open_shard(data, number, len(root.shards), left_out)
-        if shard is None or (shard.files, shard.chunks) != (len(some_files), len(some_chunks)):
-            raise unreadable(ValueError("a shard describes another number of files or chunks"))
         most -= zstandard.frame_content_size(data)
-        if most < 0:
-            raise unreadable(ValueError("its shards unpack to too much"))
+        with _explained():
+            if shard is None or (shard.files, shard.chunks) != (len(some_files), len(some_chunks)):
+                raise ValueError("a shard describes another number of files or chunks")
+            if most < 0:
+                raise ValueError("its shards unpack to too much")
         files |= some_files
         chunks |= some_chunks
     return replace(root, files=files, chunks=chunks, left_out=tuple(left_out))
@@ -278,8 +283,9 @@ def filled(root: Catalogue, entries: Iterable[tuple[int, bytes]], most: int) -> 
 
 # ---- as JSON, of which every part is checked for what it can be ----------------------------------------------------
 
-MARK_BYTES = 16
 SEAL_BYTES = 32
+MOST_LAYERS = 1000
+MOST_LEVEL_BYTES = 2**32  # a chunk's records of one level
 _MOST_UNPACKED = 2**29
 _MOST_RATIO = 32  # to one
 
@@ -298,7 +304,7 @@ def proof_in(value: dict[str, Any]) -> Proof | None:
     if row is None:
         return None
     rest = {name: part for name, part in value.items() if name != "signature"}
-    return proof_of(validation.object_of(row), hashlib.blake2b(_json(rest)).digest())
+    return proof_of(object_of(row), hashlib.blake2b(_json(rest)).digest())
 
 
 def _json(value: dict[str, Any]) -> bytes:
@@ -306,16 +312,16 @@ def _json(value: dict[str, Any]) -> bytes:
 
 
 def facts_of(value: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str], tuple[str, ...]]:
-    meta = {
-        validation.name_of(name): validation.hex_of(mark, MARK_BYTES)
-        for name, mark in validation.object_of(value["meta"]).items()
-    }
-    profiles = tuple(validation.hex_of(row, MARK_BYTES) for row in validation.list_of(value["profiles"]))
-    return validation.identity_of(value["identity"]), meta, profiles
+    meta = {name: mark_of(mark) for name, mark in plain(object_of(value["meta"])).items()}
+    return identity_of(value["identity"]), meta, tuple(map(mark_of, list_of(value["profiles"])))
 
 
-def unreadable(error: Exception) -> DamagedError:
-    return DamagedError(f"the shared store's catalogue cannot be read: {error}", PUSH_AGAIN)
+@contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, KeyError, zstandard.ZstdError) as error:
+        raise DamagedError(f"the shared store's catalogue cannot be read: {error}", PUSH_AGAIN) from error
 
 
 def packed(text: bytes) -> bytes:
@@ -327,7 +333,7 @@ def unpacked(data: bytes) -> dict[str, Any]:
     size = zstandard.frame_content_size(data)
     if not 0 <= size <= min(_MOST_UNPACKED, _MOST_RATIO * len(data) + 2**16):
         raise ValueError("its size is out of bounds")
-    return validation.object_of(validation.strict_json(zstandard.ZstdDecompressor().decompress(data)))
+    return object_of(strict_json(zstandard.ZstdDecompressor().decompress(data)))
 
 
 def rows_of(files: Mapping[str, File], chunks: Mapping[str, Chunk]) -> dict[str, Any]:
@@ -367,72 +373,69 @@ def _level_row(level: Level, numbers: Mapping[Pack, int]) -> list[Any]:
 
 def entries_of(value: dict[str, Any], left_out: list[tuple[str, str]]) -> Entries:
     """Inverse of :func:`rows_of`. `left_out` receives the entries that cannot be used, and why."""
-    packs = [_pack(row) for row in validation.list_of(value["packs"])]
-    files = {
-        validation.hex_of(key, ID_BYTES): _file(row, packs) for key, row in validation.object_of(value["files"]).items()
-    }
+    packs = [_pack(row) for row in list_of(value["packs"])]
+    files = {hex_of(key, ID_BYTES): _file(row, packs) for key, row in object_of(value["files"]).items()}
     chunks = {
-        validation.hex_of(key, ID_BYTES): _chunk(key, row, packs, left_out)
-        for key, row in validation.object_of(value["chunks"]).items()
+        hex_of(key, ID_BYTES): _chunk(key, row, packs, left_out) for key, row in object_of(value["chunks"]).items()
     }
     return files, chunks
 
 
 def _file(value: Any, packs: list[Pack]) -> File:
-    mark, mtime_ns, foreign = validation.list_of(validation.list_of(value)[:3], 3)
-    mtime_ns = validation.count_of(mtime_ns, -validation.INT64, validation.INT64)
+    mark, mtime_ns, foreign = list_of(list_of(value)[:3], 3)
+    mtime_ns = count_of(mtime_ns, -INT64, INT64)
     place = _place(value[3:], packs)
-    return File(validation.hex_of(mark, MARK_BYTES), mtime_ns, place, validation.flag_of(foreign))
+    return File(mark_of(mark), mtime_ns, place, typed(foreign, bool))
 
 
 def _chunk(key: str, value: Any, packs: list[Pack], left_out: list[tuple[str, str]]) -> Chunk:
-    mark, layers, levels, foreign = validation.list_of(validation.list_of(value)[:4], 4)
-    layers = validation.count_of(layers, 0, MOST_LAYERS)  # 0: of a model that keeps states, no KV of chunks is stored
-    by_name = {name: _level(name, row, layers, packs) for name, row in validation.object_of(levels).items()}
+    mark, layers, levels, foreign = list_of(list_of(value)[:4], 4)
+    layers = count_of(layers, 0, MOST_LAYERS)  # 0: of a model that keeps states, no KV of chunks is stored
+    by_name = {name: _level(name, row, layers, packs) for name, row in object_of(levels).items()}
     for name in reversed(nested(by_name)):  # coarsest first: what refines nothing is of no use to what refines it
         base = by_name[name].base
         if base is not None and base not in by_name:
             del by_name[name]
             left_out.append((f"chunk {key} at level {name}", f"level {base}, which it refines, is not there"))
     place = _place(value[4:], packs)
-    return Chunk(validation.hex_of(mark, MARK_BYTES), layers, by_name, place, validation.flag_of(foreign))
+    return Chunk(mark_of(mark), layers, by_name, place, typed(foreign, bool))
 
 
 def _level(name: str, value: Any, layers: int, packs: list[Pack]) -> Level:
-    placed = validation.list_of(value)[5:]
-    size, mark, base, maker, seal = validation.list_of(value[:5], 5)
+    placed = list_of(value)[5:]
+    size, mark, base, maker, seal = list_of(value[:5], 5)
     if name not in LEVELS:
         raise ValueError(f"there is no level {name[:20]!r} here: a newer kvtool made it")
     if base is not None and base != coarser(name):
         raise ValueError(f"nothing at level {name} refines level {str(base)[:20]!r}")
     return Level(
-        validation.count_of(size, layers * OVERHEAD_BYTES, MOST_LEVEL_BYTES),
-        validation.hex_of(mark, MARK_BYTES),
+        count_of(size, layers * OVERHEAD_BYTES, MOST_LEVEL_BYTES),
+        mark_of(mark),
         base,
-        None if maker is None else validation.hex_of(maker, MARK_BYTES),
+        None if maker is None else mark_of(maker),
         _place(placed, packs, layers, size),
-        None if seal is None else validation.hex_of(seal, SEAL_BYTES),
+        None if seal is None else hex_of(seal, SEAL_BYTES),
     )
 
 
 def _pack(value: Any) -> Pack:
-    digest, size = validation.list_of(value, 2)
-    return Pack(validation.hex_of(digest, MARK_BYTES), validation.count_of(size, 1, MOST_BYTES))
+    digest, size = list_of(value, 2)
+    return Pack(mark_of(digest), count_of(size, 1, MOST_BYTES))
 
 
 def _place(value: list[Any], packs: list[Pack], layers: int = 1, size: int | None = None) -> Place | None:
     """Read the place of a description, or of the records of all layers, of so many bytes together."""
     if not value:
         return None
-    number, start, lengths = validation.list_of(value, 3)
-    pack = packs[validation.count_of(number, 0, len(packs) - 1)]
+    number, start, lengths = list_of(value, 3)
+    pack = packs[count_of(number, 0, len(packs) - 1)]
     if size is None:
-        size, lengths = validation.count_of(lengths, OVERHEAD_BYTES, pack.size), [lengths]
-    elif layers and not validation.list_of(lengths):
+        size, lengths = count_of(lengths, OVERHEAD_BYTES, pack.size), [lengths]
+    elif layers and not list_of(lengths):
         lengths = [size // layers] * layers
-    validation.count_of(start, 0, pack.size - size)
-    for length in validation.list_of(lengths, layers):
-        validation.count_of(length, OVERHEAD_BYTES, size)
+    count_of(start, 0, pack.size - size)
+    for length in list_of(lengths, layers):
+        count_of(length, OVERHEAD_BYTES, size)
     if sum(lengths) != size:
         raise ValueError("records of another size than their level")
     return Place(pack, start, tuple(lengths))

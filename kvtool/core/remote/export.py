@@ -21,7 +21,7 @@ from kvtool.core.remote.report import TransferReport
 from kvtool.core.session.identity import StoreIdentity
 from kvtool.core.upkeep.selectors import named_documents
 
-_DEFAULTS = ExportOptions()
+_EXPORT = ExportOptions()
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class ExportReport:
 def export(
     path: Path,
     pack: Path,
-    options: ExportOptions = _DEFAULTS,
+    options: ExportOptions = _EXPORT,
     events: Events | None = None,
 ) -> ExportReport:
     """Write a store, or a part of it, into one file. A file with several documents is taken whole. A signature covers

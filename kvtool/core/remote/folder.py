@@ -22,14 +22,14 @@ from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.cache.layout import TEMPORARY, atomic_write, make_folder
 from kvtool.core.common.urls import for_people
 from kvtool.core.errors import NoSpaceError, RemoteError, UsageError
-from kvtool.core.remote.blobs import expired_leases, seconds_held
+from kvtool.core.remote.blobs import Backend, leases_at, most_bytes
 from kvtool.core.remote.catalogue import HEAD
-from kvtool.core.remote.validation import MOST_BYTES, most_bytes
 
 _LOCK = "head.lock"
 _LOCK_WAIT = 10.0  # seconds; a replacement takes milliseconds
 _LEASES = "push"  # the folder of what is held
 _ESCAPED = {"%": "%25", "?": "%3F", "#": "%23"}  # so that what is shown is taken again; others stay as people read them
+_PLAIN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -43,18 +43,12 @@ def from_url(url: str, timeout: float) -> FolderBlobs:
     return FolderBlobs(Path(path))
 
 
-class FolderBlobs:
-    at_once, joined = 1, 0
-
+class FolderBlobs(Backend):
     def __init__(self, root: Path) -> None:
         self.url = "file://" + "".join(_ESCAPED.get(sign, sign) for sign in str(root))
         self._root = root
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvtool-write")
-        self._tidied: set[tuple[str, ...]] = set()
         self._renewed: float | None = None  # time of the last lease taken here, by the file system's clock
-
-    def get(self, names: Sequence[str]) -> list[bytes | None]:
-        return [self._read(BlobRequest(name, MOST_BYTES)) for name in names]
 
     def sizes(self, names: Sequence[str]) -> list[int]:
         with self._explained("read"):
@@ -110,9 +104,6 @@ class FolderBlobs:
                             os.unlink(name.rpartition("/")[2], dir_fd=folder)
                 self._remove_if_empty(parts)
 
-    def fetch(self, request: BlobRequest) -> Iterator[bytes | None]:
-        yield self._read(request)
-
     def hold(self, name: str) -> None:
         """The file's time counts, which the file system sets."""
         with self._explained("written"):
@@ -132,14 +123,13 @@ class FolderBlobs:
         times: dict[str, float] = {}
         with self._explained("read"), suppress(FileNotFoundError), os.scandir(self._root / _LEASES) as entries:
             for entry in entries:
-                with suppress(FileNotFoundError, KeyError):
-                    seconds_held(entry.name)  # one of ours
+                with suppress(FileNotFoundError):
                     times[entry.name] = entry.stat(follow_symlinks=False).st_mtime
         now = max(times.values(), default=0.0) if self._renewed is None else self._renewed
-        over = expired_leases(times, now)
+        valid, over = leases_at(now, times)
         for name in over:
             self.release(name)
-        return times.keys() - over
+        return valid
 
     def release(self, name: str) -> None:
         with self._explained("written"), suppress(FileNotFoundError):
@@ -151,15 +141,28 @@ class FolderBlobs:
         self._pool.shutdown()
 
     def _read(self, wanted: BlobRequest) -> bytes | None:
-        with self._explained("read"), _plain_file(self._root / (wanted.pack or wanted.name)) as found:
-            if not isinstance(found, int):
-                return found
-            size = os.fstat(found).st_size
-            if wanted.pack:
-                return read_at(found, wanted.start, min(wanted.most, size))
-            most = min(most_bytes(wanted.name), wanted.most)
-            value = read_at(found, 0, size + 1) if size <= most else b""  # it may be growing
-        return value if len(value) <= most else b""
+        """Read a value or a part of one; empty for what is no plain file. Links are not followed, a FIFO or a device is
+        never waited for."""
+        with self._explained("read"):
+            try:
+                handle = os.open(self._root / (wanted.pack or wanted.name), _PLAIN_FILE)
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            except OSError as error:
+                if error.errno in (errno.ELOOP, errno.ENXIO, errno.EMLINK):  # a link, a socket; EMLINK: a link on BSD
+                    return b""
+                raise
+            try:
+                status = os.fstat(handle)
+                if not stat.S_ISREG(status.st_mode):
+                    return b""
+                if wanted.pack:
+                    return read_at(handle, wanted.start, min(wanted.most, status.st_size))
+                most = min(most_bytes(wanted.name), wanted.most)
+                value = read_at(handle, 0, status.st_size + 1) if status.st_size <= most else b""  # it may be growing
+                return value if len(value) <= most else b""
+            finally:
+                os.close(handle)
 
     def _write(self, parts: tuple[str, ...], values: Mapping[str, bytes]) -> None:
         with opened(self._root, parts, make=True) as folder:
@@ -177,9 +180,6 @@ class FolderBlobs:
                     with suppress(OSError):
                         os.unlink(temporary, dir_fd=folder)
                 raise
-            if parts not in self._tidied:
-                self._tidied.add(parts)
-                _tidy(folder)
 
     def _remove_if_empty(self, parts: tuple[str, ...]) -> None:
         for depth in range(len(parts), 0, -1):
@@ -191,7 +191,8 @@ class FolderBlobs:
         if not file.startswith(TEMPORARY):
             return False
         with suppress(OSError):
-            return not is_left_behind(file, (self._root / name).lstat().st_mtime, time.time())
+            modified = (self._root / name).lstat().st_mtime
+            return not (_LEFT_BEHIND.fullmatch(file) and time.time() - modified > OLD)
         return True
 
     def _refuse_root(self, error: OSError) -> None:
@@ -210,26 +211,6 @@ class FolderBlobs:
                 raise NoSpaceError(f"{self.url} is full", "free some space there, or push elsewhere") from error
             hint = "check that the folder is mounted and yours"
             raise RemoteError(f"{self.url} cannot be {what}: {error.strerror or error}", hint) from error
-
-
-@contextmanager
-def _plain_file(path: Path) -> Iterator[int | bytes | None]:
-    """Open a file: a handle, None if it is missing, empty if it is no plain file. Links are not followed, a FIFO or a
-    device is never waited for."""
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except (FileNotFoundError, NotADirectoryError):
-        yield None
-        return
-    except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EMLINK):  # a link, a socket; EMLINK: a link on BSD
-            raise
-        yield b""
-        return
-    try:
-        yield handle if stat.S_ISREG(os.fstat(handle).st_mode) else b""
-    finally:
-        os.close(handle)
 
 
 def read_at(handle: int, start: int, size: int) -> bytes:
@@ -291,10 +272,6 @@ def temporary_name() -> str:
     return f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
 
 
-def is_left_behind(name: str, modified: float, now: float) -> bool:
-    return bool(_LEFT_BEHIND.fullmatch(name)) and now - modified > OLD
-
-
 def again_if_gone(job: Callable[[], None]) -> None:
     """Do something in a folder that another process may just be removing, because it is empty."""
     for _ in range(_TRIES - 1):
@@ -308,13 +285,3 @@ def _write_new(folder: int, name: str, value: bytes) -> None:
         file.write(value)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _tidy(folder: int) -> None:
-    """Remove what killed pushes left in a folder that has just been written to: so its time is now."""
-    now = os.fstat(folder).st_mtime
-    for name in (name for name in os.listdir(folder) if name.startswith(TEMPORARY)):
-        with suppress(OSError):
-            status = os.stat(name, dir_fd=folder, follow_symlinks=False)
-            if stat.S_ISREG(status.st_mode) and is_left_behind(name, status.st_mtime, now):
-                os.unlink(name, dir_fd=folder)

@@ -16,7 +16,7 @@ from kvtool.core.remote.report import TransferReport
 
 KEPT = 2  # catalogues before the one in force: readers that hold one go on with it
 _MOST_BEFORE = 64  # that a head names, while other pushes leave no time to reclaim them
-_AT_ONCE = 1000
+_DELETED_AT_ONCE = 1000
 
 
 def own_names(names: set[str]) -> set[str]:
@@ -71,7 +71,7 @@ class GarbageCollector:
         gone: set[str] = set()
         head, wanted = self._in_force()
         with self._lease.sweeping() as alone:
-            while doomed := sorted(listed - wanted - gone)[:_AT_ONCE]:
+            while doomed := sorted(listed - wanted - gone)[:_DELETED_AT_ONCE]:
                 if not alone():
                     count = len(listed - wanted - gone)
                     self._report.removals_deferred += count
@@ -99,7 +99,7 @@ class GarbageCollector:
             doomed = self._counted_on(old, wanted) - wanted
             names = {catalogue_name(each) for each in old if each != digest}
             others = sorted(doomed)
-            parts = [others[at : at + _AT_ONCE] for at in range(0, len(others), _AT_ONCE)]
+            parts = [others[at : at + _DELETED_AT_ONCE] for at in range(0, len(others), _DELETED_AT_ONCE)]
             for some in (*parts, sorted(names)):  # the catalogues last: they know the others
                 if not alone() or self.blobs.get([HEAD])[0] != head:
                     return before[:_MOST_BEFORE]

@@ -20,15 +20,15 @@ from kvtool.core.common.types import Events
 from kvtool.core.errors import DamagedError, StoreFormatError, StoreNotFoundError, UsageError
 from kvtool.core.remote import values
 from kvtool.core.remote.archive import ArchiveBlobs, opened_archive
-from kvtool.core.remote.catalogue import Catalogue
+from kvtool.core.remote.blobs import Backend
+from kvtool.core.remote.catalogue import Catalogue, Proof
 from kvtool.core.remote.catalogue_io import read_head
 from kvtool.core.remote.options import ImportOptions
 from kvtool.core.remote.pull import PullJob
 from kvtool.core.remote.report import TransferReport
 from kvtool.core.remote.selection import Origins
-from kvtool.core.remote.signing import Proof
 
-_DEFAULTS = ImportOptions()
+_IMPORT = ImportOptions()
 _SOURCES = "name folders of stores, or .kvpack files"
 _MOST_CATALOGUE = 2**29  # bytes of JSON: a small pack does not unpack to gigabytes
 _SECONDS = 600.0  # for a value to come off the disk
@@ -38,7 +38,7 @@ _STRETCH = re.compile(rf"stretch/([0-9a-f]{{{2 * ID_BYTES}}})")
 def import_sources(
     path: Path,
     sources: Sequence[Path],
-    options: ImportOptions = _DEFAULTS,
+    options: ImportOptions = _IMPORT,
     store: StoreOptions | None = None,
     events: Events | None = None,
 ) -> list[TransferReport]:
@@ -51,7 +51,7 @@ def import_sources(
 def take(
     path: Path,
     place: Path,
-    options: ImportOptions = _DEFAULTS,
+    options: ImportOptions = _IMPORT,
     store: StoreOptions | None = None,
     events: Events | None = None,
 ) -> TransferReport:
@@ -66,7 +66,7 @@ def take(
     """
     _check(path, place)
     started = time.perf_counter()
-    with _opened(place) as (source, proof, catalogue):
+    with _opened_source(place) as (source, proof, catalogue):
         report = TransferReport("import", source.url)
         name = place.name if place.is_file() else os.path.realpath(place)
         origin = report.judge(options.trusted(store), proof, name)
@@ -89,12 +89,9 @@ def _check(path: Path, source: Path) -> None:
     if not source.is_dir():
         raise UsageError(f"there is no store and no pack at {source}", _SOURCES)
     here, there = (Path(os.path.realpath(place)) for place in (path, source))
-    if here == there:
-        raise UsageError(f"{source} is the store to import into", "name others, or another --store")
-    if here.is_relative_to(there):
-        raise UsageError(f"the store to import into would be inside of {source}", "name another --store, next to it")
-    if there.is_relative_to(here):
-        raise UsageError(f"{source} is inside of the store to import into", "name another --store, next to it")
+    if here.is_relative_to(there) or there.is_relative_to(here):
+        what = "is" if here == there else "contains or is part of"
+        raise UsageError(f"{source} {what} the store to import into", "name another --store, next to it")
     try:
         opened = Store.open(source)
     except StoreNotFoundError as error:  # its own hint is for the store of --store
@@ -104,10 +101,8 @@ def _check(path: Path, source: Path) -> None:
             raise StoreNotFoundError(f"the store at {source} is empty", "run `kvtool ingest PATH` for it first")
 
 
-class StoreBlobs:
+class StoreBlobs(Backend):
     """Another store's values, by the names of a shared store's; a catalogue is made of it for one import."""
-
-    at_once, joined = 1, 0
 
     def __init__(self, store: Store) -> None:
         self.url, self._store = str(store.path), store
@@ -118,18 +113,12 @@ class StoreBlobs:
         catalogue = values.Survey(self._store, lambda what, why: lost.append((what, why))).catalogue()
         return replace(catalogue, left_out=tuple(lost))
 
-    def fetch(self, request: BlobRequest) -> Iterator[bytes | None]:
-        yield self._read(request.name)
-
-    def get(self, names: Sequence[str]) -> list[bytes | None]:
-        return list(map(self._read, names))
-
     def names(self, below: str) -> Iterator[str]:
         return (f"{below}{stretch.hex()}" for stretch in self._store.stretches())
 
-    def _read(self, name: str) -> bytes | None:
+    def _read(self, wanted: BlobRequest) -> bytes | None:
         try:
-            return values.value_of(self._store, name)
+            return values.value_of(self._store, wanted.name)
         except DamagedError:
             return b""
 
@@ -138,7 +127,7 @@ Source = ArchiveBlobs | StoreBlobs
 
 
 @contextmanager
-def _opened(place: Path) -> Iterator[tuple[Source, Proof | None, Callable[[], Catalogue]]]:
+def _opened_source(place: Path) -> Iterator[tuple[Source, Proof | None, Callable[[], Catalogue]]]:
     """Open a source. Yields it with its signature and its catalogue, which for a store is not made yet."""
     if place.is_dir():
         with Store.open(place) as store, store.view():  # what is forgotten or replaced there meanwhile stays readable

@@ -1,4 +1,6 @@
-"""Mirror of a shared store in a local one: opened by URL, brought up to date with the shared store's catalogue."""
+"""Mirror of a shared store in a local one: opened by URL, brought up to date with the shared store's catalogue.
+
+KV is fetched from the shared store when it is read, and kept within a budget."""
 
 from __future__ import annotations
 
@@ -111,15 +113,13 @@ class MirrorUpdater:
         except StoreFormatError as error:
             warn(f"{error.message}: only what is here already is used", f"start anew: remove {store.path}")
             return False
-        except (StoreLockedError, NoSpaceError) as error:
+        except (RemoteError, StoreLockedError, NoSpaceError) as error:
             if not store.manifest():
                 raise
+            if isinstance(error, RemoteError):
+                warn(f"{error.message}: only what is here already is used", error.hint)
+                return False
             warn(f"the changes at {url} were not imported: {error.message}", "")
-        except RemoteError as error:
-            if not store.manifest():
-                raise
-            warn(f"{error.message}: only what is here already is used", error.hint)
-            return False
         return True
 
     def _adopt(self, lock_wait: float) -> None:

@@ -23,8 +23,7 @@ from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.common.installing import extra_line
 from kvtool.core.common.urls import for_people, is_host
 from kvtool.core.errors import KvtoolError, NoSpaceError, RemoteError, UsageError
-from kvtool.core.remote.blobs import TIMEOUT, expired_leases, seconds_held
-from kvtool.core.remote.validation import LEAST_RATE, MOST_NAMES, most_bytes
+from kvtool.core.remote.blobs import LEAST_RATE, MOST_NAMES, TIMEOUT, leases_at, most_bytes
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta, UpdateVersion
@@ -47,7 +46,7 @@ def from_url(url: str, timeout: float) -> ObjectBlobs:
 class ObjectBlobs:
     """The objects below a folder of a bucket. Lists are asked for what might be deleted, and for many sizes."""
 
-    at_once, joined = 8, 4 * 2**20
+    at_once, together, joined = 8, 1, 4 * 2**20
 
     def __init__(self, address: Address, url: str, timeout: float = TIMEOUT) -> None:
         self.url, self._address, self._timeout = url, address, timeout
@@ -133,16 +132,11 @@ class ObjectBlobs:
         self.put({f"{_LEASES}/{name}": b"1"})
 
     def held(self) -> set[str]:
-        times = dict[str, float]()
-        for found in self._list(_LEASES):
-            name = found["path"].removeprefix(f"{_LEASES}/")
-            with suppress(KeyError):
-                seconds_held(name)  # one of ours
-                times[name] = found["last_modified"].timestamp()
-        now = max(times.values(), default=0.0) - _RESOLUTION
-        over = expired_leases(times, now)
+        listed = self._list(_LEASES)
+        times = {found["path"].removeprefix(f"{_LEASES}/"): found["last_modified"].timestamp() for found in listed}
+        valid, over = leases_at(max(times.values(), default=0.0) - _RESOLUTION, times)
         self.delete([f"{_LEASES}/{name}" for name in over])
-        return times.keys() - over
+        return valid
 
     def release(self, name: str) -> None:
         self.delete([f"{_LEASES}/{name}"])
@@ -173,7 +167,10 @@ class ObjectBlobs:
             if seconds > self._timeout and came < seconds * LEAST_RATE:
                 raise RemoteError(f"{self.url} did not answer within {self._timeout:g} s", "check the line")
 
-    def fetch(self, request: BlobRequest) -> Iterator[bytes | None]:
+    def fetch(self, requests: Sequence[BlobRequest]) -> Iterator[tuple[int, bytes | None]]:
+        return ((number, piece) for number, request in enumerate(requests) for piece in self._pieces(request))
+
+    def _pieces(self, request: BlobRequest) -> Iterator[bytes | None]:
         part: Any = {"range": (request.start, request.start + request.most)} if request.pack else None
         try:
             with self._explained():

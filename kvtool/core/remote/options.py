@@ -1,3 +1,5 @@
+"""Options of transfers between stores, and their report."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -191,37 +191,45 @@ class Prefetcher:
             self._changed.notify_all()
 
     def _run(self) -> None:
-        while (span := self._next()) is not None:
-            error: KvtoolError | None = None
+        while spans := self._next():
+            error, done = None, 0
             try:
-                for piece in self._blobs.fetch(span.request):
+                for number, piece in self._blobs.fetch([span.request for span in spans]):
                     with self._changed:
                         if self._closed:
                             return
-                        self._add(span, piece)
+                        self._end(spans[done:number])
+                        done, span = number, spans[number]
+                        span.missing, span.at = piece is None, time.perf_counter()
+                        span.data += piece or b""
+                        self._untaken += len(piece or b"")
+                        self._changed.notify_all()
             except KvtoolError as failed:
                 error = failed
             except Exception as failed:  # raised in the caller that waits
                 error = RemoteError(f"{self.url} failed: {type(failed).__name__}: {failed}")
             with self._changed:
-                span.error, span.done, span.at = error, True, time.perf_counter()
+                self._end(spans[done:], error)
                 self._changed.notify_all()
 
-    def _add(self, span: Span, piece: bytes | None) -> None:
-        span.missing, span.at = piece is None, time.perf_counter()
-        span.data += piece or b""
-        self._untaken += len(piece or b"")
-        self._changed.notify_all()
+    def _end(self, spans: Sequence[Span], error: KvtoolError | None = None) -> None:
+        for span in spans:
+            span.error, span.done, span.at = error, True, time.perf_counter()
 
-    def _next(self) -> Span | None:
+    def _next(self) -> list[Span]:
+        """Return the spans of the next fetch, together no larger than one may be; none: the stream is closed."""
+
         def is_ready() -> bool:
             is_due = self._due is not None and not self._due.started
             return self._closed or (bool(self._waiting) and (is_due or self._untaken < _MOST_UNTAKEN))
 
         with self._changed:
             self._changed.wait_for(is_ready)
-            if self._closed:
-                return None
-            span = self._waiting.popleft()
-            span.started = True
-            return span
+            spans, size = list[Span](), 0
+            while not self._closed and self._waiting and len(spans) < self._blobs.together:
+                size += self._waiting[0].request.most
+                if spans and size > self._blobs.joined:
+                    break
+                self._waiting[0].started = True
+                spans.append(self._waiting.popleft())
+            return spans

@@ -19,7 +19,7 @@ from kvtool.core.cache.writer import Writer
 from kvtool.core.common.types import Events
 from kvtool.core.errors import DamagedError, NoSpaceError, RemoteError, StoreNotFoundError
 from kvtool.core.remote import values
-from kvtool.core.remote.blobs import Blobs, Readable, open_blobs
+from kvtool.core.remote.blobs import MOST_BYTES, Blobs, Readable, open_blobs
 from kvtool.core.remote.catalogue import Catalogue, Chunk, Place, chunk_name, digest_of, file_name, records_wanted
 from kvtool.core.remote.catalogue_io import check_same_identity, read_catalogue
 from kvtool.core.remote.options import PullOptions
@@ -35,8 +35,6 @@ from kvtool.core.remote.selection import (
     wanted_files,
     wanted_records,
 )
-from kvtool.core.remote.signing import Trust
-from kvtool.core.remote.validation import MOST_BYTES
 from kvtool.core.remote.values import join_codec
 
 _DEFAULTS = PullOptions()
@@ -67,11 +65,13 @@ def pull(
     Raises StoreNotFoundError (nothing was pushed), StoreFormatError (another model), UntrustedError, RemoteError,
     UsageError (more than half would be deleted). What came stays.
     """
-    if options.dry_run:
-        return _preview(path, blobs, options, options.trusted(store))
     started, trust, levels = time.perf_counter(), options.trusted(store), options.levels or None
-    catalogue, report = read_catalogue(blobs), TransferReport("pull", blobs.url)
+    catalogue, report = read_catalogue(blobs), TransferReport("pull", blobs.url, dry_run=options.dry_run)
     origin = report.judge(trust, catalogue.proof)
+    if options.dry_run:
+        _preview(path, catalogue, Origins(origin, blobs.url), options, report)
+        report.seconds = time.perf_counter() - started
+        return report
     with Store.create_or_open(path) as local, local.writer(options.lock_wait, options.max_size) as writer:
         if events is not None and catalogue.identity.get("keeps_states") and not local.stretches():
             events.warn(
@@ -92,11 +92,7 @@ def pull(
     return report
 
 
-def _preview(path: Path, blobs: Blobs, options: PullOptions, trust: Trust) -> TransferReport:
-    started, levels = time.perf_counter(), options.levels or None
-    catalogue, report = read_catalogue(blobs), TransferReport("pull", blobs.url, dry_run=True)
-    origin = report.judge(trust, catalogue.proof)
-    origins = Origins(origin, blobs.url)
+def _preview(path: Path, catalogue: Catalogue, origins: Origins, options: PullOptions, report: TransferReport) -> None:
     with TemporaryDirectory() as empty:
         try:
             opened = Store.open(path)
@@ -106,13 +102,13 @@ def _preview(path: Path, blobs: Blobs, options: PullOptions, trust: Trust) -> Tr
             if mine := store.manifest():
                 check_same_identity(catalogue.identity, mine.get("identity", {}), str(path))
             files, report.conflicting_files = wanted_files(store, catalogue, False, origins)
-            records, report.chunks.unchanged = wanted_records(store, takeable(store, catalogue, origins), levels)
-            report.removed = len(only_here(store, catalogue, origin)) if options.delete else 0
+            records, report.chunks.unchanged = wanted_records(
+                store, takeable(store, catalogue, origins), options.levels or None
+            )
+            report.removed = len(only_here(store, catalogue, origins.own)) if options.delete else 0
     report.files.transferred, report.files.unchanged = len(files), len(catalogue.files) - len(files)
     report.chunks.transferred = sum(len(bundle.levels) for _, bundle in records)
     report.bytes = sum(catalogue.chunks[key].levels[level].size for key, bundle in records for level in bundle.levels)
-    report.seconds = time.perf_counter() - started
-    return report
 
 
 def pull_from(

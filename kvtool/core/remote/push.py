@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvtool.core.cache.store import Store
@@ -64,20 +64,19 @@ def push_to(url: str, folder: Path, options: PushOptions, events: Events) -> Tra
         return push(store, blobs, options, events=events)
 
 
+@dataclass
 class _Push:
-    def __init__(
-        self,
-        store: Store,
-        blobs: Blobs,
-        options: PushOptions,
-        report: TransferReport,
-        events: Events,
-        part: values.Part | None,
-    ) -> None:
-        self.store, self.blobs, self.report, self.events = store, blobs, report, events
-        self.options, self.key, self.part, self.lease = options, options.key, part, Lease(blobs)
-        self.sender = Sender(store, blobs, self.lease, report, events, options.verify)
-        self.garbage = GarbageCollector(blobs, self.lease, report, events)
+    store: Store
+    blobs: Blobs
+    options: PushOptions
+    report: TransferReport
+    events: Events
+    part: values.Part | None
+
+    def __post_init__(self) -> None:
+        self.key, self.lease = self.options.key, Lease(self.blobs)
+        self.sender = Sender(self.store, self.blobs, self.lease, self.report, self.events, self.options.verify)
+        self.garbage = GarbageCollector(self.blobs, self.lease, self.report, self.events)
 
     def run(self, delete: bool) -> None:
         if not self.store.manifest():
@@ -243,7 +242,7 @@ class DryRunBlobs(PrivateBlobs):
     which decide on what follows."""
 
     def __init__(self, blobs: Blobs) -> None:
-        self.url, self.sizes, self.names, self.fetch = blobs.url, blobs.sizes, blobs.names, blobs.fetch
+        self.url, self.sizes, self.names = blobs.url, blobs.sizes, blobs.names
         self._blobs = blobs
         self._written: dict[str, bytes] = {}
 

@@ -19,8 +19,7 @@ from redis.utils import HIREDIS_AVAILABLE
 from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.common.urls import HIDDEN, SHOWN, for_people, is_host
 from kvtool.core.errors import KvtoolError, NoSpaceError, RemoteError, UsageError
-from kvtool.core.remote.blobs import AHEAD, LEASES, TIMEOUT, seconds_held
-from kvtool.core.remote.validation import LEAST_RATE, MOST_NAMES, most_bytes
+from kvtool.core.remote.blobs import AHEAD, LEASES, LEAST_RATE, MOST_NAMES, TIMEOUT, Backend, most_bytes, seconds_held
 
 if not HIREDIS_AVAILABLE:  # whose parser is the default one then, and the one that is bounded
     raise ImportError("hiredis")
@@ -29,17 +28,17 @@ PREFIX = "kvtool"  # before every key; `?prefix=` in the URL names another
 _LEASES = "push"  # the sorted set of what is held, by the server's time at which it is over
 # Errors that redis-py and hiredis raise on malformed answers.
 _STRANGE = (
-    TypeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    RuntimeError,
-    MemoryError,
     ArithmeticError,
     AssertionError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    TypeError,
+    ValueError,
 )
 _SCANNED = 1000  # keys of one round of a scan
-_VALUES_AT_ONCE, _NUMBERS_AT_ONCE = 128, 1024  # commands in one round trip
+_NAMES_AT_ONCE = 1024  # in one round trip
 _BYTES_AT_ONCE = 16 * 2**20
 
 
@@ -55,8 +54,8 @@ def from_url(url: str, timeout: float) -> RedisBlobs:
     return RedisBlobs(url, timeout)
 
 
-class RedisBlobs:
-    at_once, joined = 3, 2**18  # more would share a slow line, and come too late
+class RedisBlobs(Backend):
+    at_once, together, joined = 2, 64, 2**18  # more would share a slow line, and come too late
 
     def __init__(self, url: str, timeout: float = TIMEOUT) -> None:
         parts = urlsplit(url)
@@ -81,15 +80,8 @@ class RedisBlobs:
             hint = "such as redis://host:6379/0; options of redis-py follow after `?`"
             raise UsageError(f"{self.url} is no Redis URL", hint) from None
 
-    def get(self, names: Sequence[str]) -> list[bytes | None]:
-        limits = [most_bytes(name) for name in names]
-        with self._bounds.of(max(limits, default=0)):
-            calls = [(name, 0, most) for name, most in zip(names, limits, strict=True)]
-            values = self._all("getrange", calls, bytes, _VALUES_AT_ONCE)
-        return [_bounded(value, most) for value, most in zip(values, limits, strict=True)]
-
     def sizes(self, names: Sequence[str]) -> list[int]:
-        return self._all("strlen", [(name,) for name in names])
+        return self._each("strlen", names)
 
     def put(self, values: Mapping[str, bytes]) -> None:
         with self._explained():
@@ -132,13 +124,13 @@ class RedisBlobs:
                 raise RemoteError(f"{self.url} lists names without an end", _CHECK)
 
     def delete(self, names: Sequence[str]) -> None:
-        self._all("unlink", [(name,) for name in names])
+        self._each("unlink", names)
 
     def hold(self, name: str) -> None:
         with self._explained():
             now, waiting = self._now(), self._client.pipeline()
             waiting.zremrangebyscore(self._key(_LEASES), "-inf", now)
-            latest = now + max(LEASES.values()) + AHEAD  # see `expired_leases`
+            latest = now + max(LEASES.values()) + AHEAD  # see `leases_at`
             waiting.zremrangebyscore(self._key(_LEASES), latest, "+inf")
             waiting.zadd(self._key(_LEASES), {name: now + seconds_held(name)})
             waiting.execute()
@@ -152,30 +144,43 @@ class RedisBlobs:
         with self._explained():
             self._client.zrem(self._key(_LEASES), name)
 
-    def fetch(self, request: BlobRequest) -> Iterator[bytes | None]:
-        most = request.most if request.pack else min(most_bytes(request.name), request.most)
-        with self._explained(), self._bounds.of(most):
-            stop = request.start + most - bool(request.pack)
-            value = self._client.getrange(self._key(request.pack or request.name), request.start, stop)
-        if type(value) is not bytes:
-            raise RemoteError(f"{self.url} answers as no Redis does", _CHECK)
-        yield _bounded(value, most)
+    def fetch(self, requests: Sequence[BlobRequest]) -> Iterator[tuple[int, bytes | None]]:
+        """Send all commands in one round trip, and read the replies as they come."""
+        commands, limits = list[tuple[str, str, int, int]](), list[int]()
+        for name, most, pack, start in requests:
+            limits.append(most if pack else min(most_bytes(name), most))
+            commands.append(("GETRANGE", self._key(pack or name), start, start + limits[-1] - bool(pack)))
+        left, pool = len(commands), self._client.connection_pool
+        with self._explained():
+            connection = pool.get_connection()
+        try:
+            with self._explained():
+                connection.send_packed_command(connection.pack_commands(commands))
+            for number, most in enumerate(limits):
+                with self._explained(), self._bounds.of(most):
+                    value = connection.read_response()
+                left -= 1
+                if type(value) is not bytes:
+                    raise RemoteError(f"{self.url} answers as no Redis does", _CHECK)
+                yield number, _bounded(value, most)
+        finally:
+            if left:  # replies are on their way that nobody reads
+                connection.disconnect()
+            pool.release(connection)
 
     def close(self) -> None:
         with suppress(Exception):  # it may be gone already
             self._client.close()
 
-    def _all(
-        self, command: str, calls: Sequence[tuple[Any, ...]], kind: type = int, at_once: int = _NUMBERS_AT_ONCE
-    ) -> list[Any]:
-        answers: list[Any] = []
+    def _each(self, command: str, names: Sequence[str]) -> list[int]:
+        answers: list[int] = []
         with self._explained():
-            for at in range(0, len(calls), at_once):
+            for at in range(0, len(names), _NAMES_AT_ONCE):
                 waiting = self._client.pipeline(transaction=False)
-                for name, *more in calls[at : at + at_once]:
-                    getattr(waiting, command)(self._key(name), *more)
+                for name in names[at : at + _NAMES_AT_ONCE]:
+                    getattr(waiting, command)(self._key(name))
                 answers += waiting.execute()
-        if not all(type(answer) is kind for answer in answers):
+        if not all(type(answer) is int for answer in answers):
             raise RemoteError(f"{self.url} answers as no Redis does", _CHECK)
         return answers
 

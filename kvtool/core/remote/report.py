@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvtool.core.cache.identity import Origin
-    from kvtool.core.remote.signing import Proof, Trust
+    from kvtool.core.remote.catalogue import Proof
+    from kvtool.core.remote.signing import Trust
 
 
 @dataclass

@@ -1,10 +1,11 @@
-"""Sending of the values that a shared store lacks or holds in part: a stored value counts only if its size is right."""
+"""What a push sends and deletes: values that the shared store lacks or holds in part, and those that nobody needs.
+
+A stored value counts only if its size is right."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kvtool.core.cache import tables
@@ -23,24 +24,25 @@ from kvtool.core.remote.catalogue import (
     catalogue_name,
     digest_of,
     kv_names,
-    places_of,
 )
 from kvtool.core.remote.catalogue_io import CatalogueCache
 from kvtool.core.remote.gc import Lease
 from kvtool.core.remote.prefetch import batches
 from kvtool.core.remote.report import TransferReport
 
-_AT_ONCE = 4  # values of some megabytes each: a place far away takes as long for all of them as for one
+_PACKS_AT_ONCE = 4  # values of some megabytes each: a place far away takes as long for all of them as for one
 
 
+@dataclass(frozen=True)
 class Sender:
     """`verify`: read back what is there, and send again what is damaged; else its size has to do."""
 
-    def __init__(
-        self, store: Store, blobs: Blobs, lease: Lease, report: TransferReport, events: Events, verify: bool
-    ) -> None:
-        self.store, self.blobs, self.lease = store, blobs, lease
-        self.report, self.events, self.verify = report, events, verify
+    store: Store
+    blobs: Blobs
+    lease: Lease
+    report: TransferReport
+    events: Events
+    verify: bool
 
     def send(self, mine: Catalogue, theirs: Catalogue | None) -> Catalogue:
         """Send what is missing. Return the catalogue as the shared store has it now, with the places of packed values.
@@ -51,10 +53,9 @@ class Sender:
         packs = sorted(mine.packs())
         sizes = self._sound_sizes([pack.name for pack in packs])
         broken = {pack for pack in packs if sizes[pack.name] != pack.size}
-        thin = thin_packs(mine, theirs) - broken if theirs is not None else set()
-        places = self._send_descriptions(mine, broken | thin | scattered(mine))
+        places = self._send_descriptions(mine, broken | scattered(mine))
         self.events.step("chunks", sum(len(chunk.levels) for chunk in mine.chunks.values()), "chunks")
-        gaps = self._gaps(mine, broken, thin)
+        gaps = self._gaps(mine, broken)
         mine = replace(mine, chunks=self._of_one_machine(mine.chunks, gaps, theirs))
         self._count(sum(len(chunk.levels) for chunk in mine.chunks.values()) - len(gaps), moved=False)
         lost = self._send_records(mine, gaps, places)
@@ -72,17 +73,13 @@ class Sender:
 
     # ---- KV ----
 
-    def _gaps(self, mine: Catalogue, broken: set[Pack], thin: set[Pack]) -> set[Member]:
+    def _gaps(self, mine: Catalogue, broken: set[Pack]) -> set[Member]:
         gaps, alone = set[Member](), list[tuple[Member, list[str]]]()
         for key, chunk in mine.chunks.items():
             for level, stored in chunk.levels.items():
                 if stored.place is None and stored.size > MOST_BYTES:
                     alone.append(((key, level), kv_names(key, chunk, level)))
-                elif (
-                    stored.place is None
-                    or stored.place.pack in broken
-                    or (stored.place.pack in thin and values.holds_level(self.store, bytes.fromhex(key), chunk, level))
-                ):
+                elif stored.place is None or stored.place.pack in broken:
                     gaps.add((key, level))
         sizes = self._sound_sizes([name for _, names in alone for name in names])
         for (key, level), names in alone:
@@ -150,7 +147,9 @@ class Sender:
         self, members: Iterable[Member], records_of: Callable[[Member], list[bytes] | None]
     ) -> Iterator[tuple[Packed, bool]]:
         """Send several packs at a time. Yield each on arrival; False: an interrupted push had sent it before."""
-        for some in batches(packs_of(members, records_of), lambda packed: packed.pack.size, _AT_ONCE * PACK_BYTES):
+        for some in batches(
+            packs_of(members, records_of), lambda packed: packed.pack.size, _PACKS_AT_ONCE * PACK_BYTES
+        ):
             sizes = self._sound_sizes([packed.pack.name for packed in some])
             lacking = {packed.pack.name: packed.value for packed in some if sizes[packed.pack.name] != packed.pack.size}
             self._put(lacking)
@@ -168,8 +167,8 @@ class Sender:
         if not self.verify:
             return dict(zip(names, self.blobs.sizes(names), strict=True))
         sizes = {}
-        for at in range(0, len(names), _AT_ONCE):
-            some = names[at : at + _AT_ONCE]
+        for at in range(0, len(names), _PACKS_AT_ONCE):
+            some = names[at : at + _PACKS_AT_ONCE]
             self.lease.renew()  # to read all of a shared store may take hours
             for name, value in zip(some, self.blobs.get(some), strict=True):
                 sizes[name] = len(value) if value is not None and values.is_sound(name, value) else 0
@@ -239,7 +238,6 @@ def with_places(mine: Catalogue, places: Mapping[Member, Place | None], lost: se
 
 PACK_BYTES = 8 * 2**20  # of a pack; one chunk that is larger has a pack of its own
 MOST_BYTES = 2**28  # of a level in a pack: Redis keeps no value of more than 512 MB. What is larger is sent by layer
-_LEAST_USED = 0.5  # of a pack: below that, what is still used of it is packed anew
 
 Member = tuple[str, str]  # key of a chunk or a file in hex, level or FILE or CHUNK
 FILE, CHUNK = "/file", "/chunk"  # in a level's place: the description of one
@@ -279,19 +277,6 @@ def by_document(store: Store, files: Set[str] | Mapping[str, File], chunks: Iter
         if len(order) == len(wanted):  # of a change: the other documents are not read
             break
     return [*{**order, **wanted}]
-
-
-def thin_packs(mine: Catalogue, theirs: Catalogue) -> set[Pack]:
-    used: Counter[Pack] = Counter()
-    for place in places_of(theirs.files, theirs.chunks):
-        used[place.pack] += sum(place.lengths)
-    files = {key: file for key, file in mine.files.items() if theirs.files.get(key) is not file}
-    chunks = {key: chunk for key, chunk in mine.chunks.items() if theirs.chunks.get(key) is not chunk}
-    known = {key: theirs.files[key] for key in files.keys() & theirs.files.keys()}
-    there = {*places_of(known, {key: theirs.chunks[key] for key in chunks.keys() & theirs.chunks.keys()})}
-    for place in {*places_of(files, chunks)} - there:
-        used[place.pack] += sum(place.lengths)
-    return {pack for pack, size in used.items() if size < _LEAST_USED * pack.size}
 
 
 _SMALL = 8  # is a pack of less than an eighth of what one may have

@@ -6,7 +6,7 @@ names, of KV by `Level.seal`. Keys are files as `ssh-keygen -t ed25519` or OpenS
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,35 +14,15 @@ from typing import TYPE_CHECKING, Any
 from kvtool.core.cache.identity import HERE, Origin
 from kvtool.core.common.installing import extra_line
 from kvtool.core.errors import DamagedError, KvtoolError, UntrustedError, UsageError
-from kvtool.core.remote import validation
+from kvtool.core.remote.catalogue import Proof
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-_CONTEXT = b"kvtool catalogue 1\0"  # no signature of anything else is one of a catalogue
 _MOST_KEY_FILE = 2**16
 _OPEN = "`ssh-keygen -p -N '' -f KEY` removes the passphrase, best of a copy"
 _MAKE = "`ssh-keygen -t ed25519 -N '' -f KEY` makes KEY to sign with, and KEY.pub for users who trust it"
 UNSIGNED = "ask its owner to sign it: `store export --sign KEY`, `store push --sign KEY`"
-
-
-@dataclass(frozen=True, slots=True)
-class Proof:
-    """The signature of a catalogue by an Ed25519 key, not yet verified. `name` is the comment of the key's file;
-    `digest` is of the catalogue without the signature."""
-
-    name: str
-    key: bytes
-    signature: bytes
-    digest: bytes
-
-    @property
-    def signer(self) -> str:
-        return f"{self.name or 'a key'} ({fingerprint(self.key)})"
-
-    @property
-    def message(self) -> bytes:
-        return _CONTEXT + self.digest + self.key + self.name.encode("utf-8", "surrogatepass")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +79,6 @@ class Trust:
         return "" if proof is None else proof.signer
 
 
-def fingerprint(key: bytes) -> str:
-    """Return the first 16 hexadecimal digits of a key's SHA-256, by which people compare keys."""
-    return hashlib.sha256(key).hexdigest()[:16]
-
-
 def is_valid(proof: Proof) -> bool:
     ed25519, _ = _library()
     try:
@@ -120,21 +95,6 @@ def seal_of(records: Sequence[bytes]) -> str:
     for record in records:
         state.update(record)
     return state.hexdigest()
-
-
-# ---- as JSON -----------------------------------------------------------------------------------------------------
-
-
-def proof_row(proof: Proof) -> dict[str, str]:
-    return {"name": proof.name, "key": proof.key.hex(), "signature": proof.signature.hex()}
-
-
-def proof_of(row: Mapping[str, Any], digest: bytes) -> Proof:
-    name = validation.text_of(row["name"])
-    if len(name) > 100 or not name.isprintable():
-        raise ValueError("a signer's name that cannot be printed")
-    key, signature = validation.hex_of(row["key"], 32), validation.hex_of(row["signature"], 64)
-    return Proof(name, bytes.fromhex(key), bytes.fromhex(signature), digest)
 
 
 # ---- key files ---------------------------------------------------------------------------------------------------

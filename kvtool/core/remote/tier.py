@@ -19,11 +19,10 @@ from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import known, level_of
 from kvtool.core.common.types import Warn
 from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError, RemoteError
-from kvtool.core.remote.blobs import Blobs
+from kvtool.core.remote.blobs import MOST_BYTES, Blobs
 from kvtool.core.remote.catalogue import Chunk, Level, digest_of, records_wanted
 from kvtool.core.remote.catalogue_io import LazyCatalogue
 from kvtool.core.remote.prefetch import Prefetcher
-from kvtool.core.remote.validation import MOST_BYTES
 from kvtool.core.remote.values import base_of
 from kvtool.core.upkeep.budget import LOW_WATER
 from kvtool.core.upkeep.inventory import eviction_order, kept_always, pages, pinned_with_documents

@@ -19,16 +19,26 @@ from kvtool.core.cache.record import DIGEST_BYTES, Kind, decode_record, seal, un
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import base_level, check_of, level_of, nested, stated_check
 from kvtool.core.errors import DamagedError, KvtoolError
-from kvtool.core.remote import validation
-from kvtool.core.remote.catalogue import Catalogue, Chunk, File, Level, digest_of
+from kvtool.core.remote.catalogue import (
+    INT64,
+    MOST_TOKENS,
+    Catalogue,
+    Chunk,
+    File,
+    Level,
+    codec_of,
+    digest_of,
+    manifest_of,
+    strict_json,
+)
 from kvtool.core.remote.signing import seal_of
-from kvtool.core.remote.validation import MOST_TOKENS
 
 # What a store says of itself, by the name of its value.
 META: Mapping[str, Callable[[Store], dict[str, Any]]] = {
     "manifest": lambda store: {key: value for key, value in store.manifest().items() if key != ORIGIN},
     "codec": Store.codec_state,
 }
+_CHECKS = {"manifest": manifest_of, "codec": codec_of}
 _LENGTH = struct.Struct("<Q")
 _SEPARATOR = re.compile(r"[/\\]")  # of whatever system the file was ingested on
 
@@ -43,19 +53,9 @@ def sealed_meta(name: str, value: Mapping[str, Any]) -> bytes:
 
 def open_meta(name: str, value: bytes) -> dict[str, Any]:
     try:
-        meta = validation.strict_json(unseal(name.encode(), Kind.MANIFEST, value))
-        return _CHECKS[name](meta)
+        return _CHECKS[name](strict_json(unseal(name.encode(), Kind.MANIFEST, value)))
     except ValueError as error:
         raise DamagedError(f"{name} cannot be read: {error}") from error
-
-
-def _manifest_of(value: Any) -> dict[str, Any]:
-    manifest: dict[str, Any] = validation.plain(validation.object_of(value))
-    validation.identity_of(manifest.get("identity", {}))
-    return manifest
-
-
-_CHECKS = {"manifest": _manifest_of, "codec": validation.codec_of}
 
 
 def file_value(store: Store, entry: FileEntry) -> bytes:
@@ -126,7 +126,7 @@ def open_file(key: bytes, value: bytes) -> tuple[FileEntry, list[DocumentEntry]]
         raise DamagedError("its path is none that an ingest gives a file")
     if any(source != entry.path and not source.startswith(f"{entry.path}#") for source in sources):
         raise DamagedError("one of its documents is another file's")
-    if not (0 <= entry.size <= validation.INT64 and abs(entry.mtime_ns) <= validation.INT64):
+    if not (0 <= entry.size <= INT64 and abs(entry.mtime_ns) <= INT64):
         raise DamagedError("a file's size or time is out of bounds")
     for document in documents:
         named = 0

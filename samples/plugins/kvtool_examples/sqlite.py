@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.errors import RemoteError, UsageError
-from kvtool.core.remote.blobs import seconds_held
+from kvtool.core.remote.blobs import Backend, seconds_held
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS blobs (name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
@@ -27,10 +27,8 @@ def from_url(url: str, timeout: float) -> SqliteBlobs:
     return SqliteBlobs(unquote(parts.path), timeout)
 
 
-class SqliteBlobs:
+class SqliteBlobs(Backend):
     """Values by name in a table; every change is a transaction of its own."""
-
-    at_once, joined = 1, 0  # one request after the other
 
     def __init__(self, path: str, timeout: float) -> None:
         self.url = f"sqlite://{path}"
@@ -38,9 +36,6 @@ class SqliteBlobs:
         with self._explained():
             self._db = sqlite3.connect(path, timeout, isolation_level=None, check_same_thread=False)
             self._db.executescript(_TABLES)
-
-    def get(self, names: Sequence[str]) -> list[bytes | None]:
-        return [self._value(name) for name in names]
 
     def sizes(self, names: Sequence[str]) -> list[int]:
         found = [self._one("SELECT length(value) FROM blobs WHERE name = ?", name) for name in names]
@@ -80,9 +75,6 @@ class SqliteBlobs:
     def release(self, name: str) -> None:
         with self._changing():
             self._db.execute("DELETE FROM held WHERE name = ?", (name,))
-
-    def fetch(self, request: BlobRequest) -> Iterator[bytes | None]:
-        yield self._read(request)
 
     def close(self) -> None:
         self._db.close()
