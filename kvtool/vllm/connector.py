@@ -1,4 +1,4 @@
-"""KV connector of vLLM: prompts that hold stored passages get their keys and values from a kvtool store."""
+"""KV connector of vLLM, and its metrics: prompts with stored passages get their keys and values from a kvtool store."""
 
 from __future__ import annotations
 

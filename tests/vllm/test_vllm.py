@@ -33,8 +33,8 @@ from kvtool.core.query.prompt import plan_spotted, spotted
 from kvtool.core.session.session import Session
 from tests.cli.working import CHUNKS, kvtool, payloads, write_corpus
 from tests.families import SHAPE, filled, tiny_tokenizer
+from tests.vllm.imitation import OWN, QUESTION, prompt_of
 from tests.vllm.server import Server
-from tests.vllm.stored import OWN, QUESTION, prompt_of
 
 VLLM = os.environ.get("KVTOOL_TEST_VLLM", "")
 pytestmark = [
