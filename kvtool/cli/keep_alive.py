@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 # A parent that ends at once: nobody has to wait for the process, which belongs to no terminal and no shell.
 _PARENT = "import os, sys\nif os.fork():\n    os._exit(0)\nos.execv(sys.argv[1], sys.argv[1:])"
 _PROGRAM = "from kvtool.cli.keep_alive import main\nmain()"
-_NEEDED = ("starlette", "uvicorn", "prometheus_client", "pydantic")
+_NEEDED = ("starlette", "uvicorn", "pydantic")
 _POLL, _WATCH = 0.05, 0.5  # seconds between two looks: of who waits for an engine, and of an engine at its files
 _END_TIMEOUT = 75.0  # seconds: answers are finished, and the server's own deadline is before this
 _DRAIN = 30.0  # seconds to finish answers
@@ -343,7 +343,6 @@ class EngineProcess:
 
     def run(self, model: ModelOptions, memory_cache: int) -> None:
         from kvtool.serve.app import local_app
-        from kvtool.serve.metrics import AccessLog
         from kvtool.serve.server import Listener, serve
 
         self._record.write()
@@ -354,7 +353,7 @@ class EngineProcess:
             if (bound := listen(self._socket)) is None:
                 raise KvtoolError("a server of this store answers already")
             self._inode = os.stat(self._socket).st_ino
-            inner = local_app(engine, AccessLog(engine, lambda row: _log(json.dumps(row))))
+            inner = local_app(engine, lambda row: _log(json.dumps(row)))
             listeners.append(Listener(self._counting(inner), bound, path=self._socket))
             self._record = replace(self._record, model=engine.model_name)
             self._note()

@@ -33,10 +33,8 @@ from kvtool.serve.options import ACCESS, ServeOptions
 from kvtool.serve.unix_socket import listen, socket_path
 
 if TYPE_CHECKING:
-    from ssl import SSLContext
-
     from kvtool.serve.engine import Engine
-    from kvtool.serve.metrics import AccessLog
+    from kvtool.serve.metrics import Log
     from kvtool.serve.server import Listener
 
 app = new_app()
@@ -56,8 +54,7 @@ class ServeFlags(Options, settings=False):
     ModelOptions,
     LockOptions,
     examples=("serve", "serve --port 8000 --cors-origin http://localhost:3000", "serve --show-key"),
-    common="host port tls_cert tls_key key_file show_key cors_origin root uploads learn parallel "
-    "fusion top_k max_tokens store model",
+    common="host port key_file show_key cors_origin uploads learn parallel fusion top_k max_tokens store model",
 )
 def serve(run: Run) -> None:
     """Answer over HTTP with an OpenAI-compatible API."""
@@ -76,21 +73,18 @@ def _serve(run: Run, options: ServeOptions, keys: Sequence[str] | None, file: Pa
     from kvtool.serve.app import make_app
     from kvtool.serve.auth import owners_of
     from kvtool.serve.engine import Engine
-    from kvtool.serve.metrics import AccessLog
     from kvtool.serve.server import Listener, address_of, bind
     from kvtool.serve.server import serve as run_server
 
     warn = warning_to(run.out)
-    tls = _tls(options)
     _check_store(run, options)
     with bind(options) as bound:
         engine = Engine(run.get(StoreOptions).place, run.get(ModelOptions), warn, options, owners_of(keys))
         log = _Log(run, options.request_log)
-        requests = AccessLog(engine, log.write)
-        app = make_app(engine, options, run.get(QueryOptions), _ingesting(run), keys, requests)
-        local = _local(run, engine, requests, options)
-        listeners = [Listener(app, bound, tls, timeout=options.client_timeout), *local]
-        address = address_of(bound, tls is not None)
+        app = make_app(engine, options, run.get(QueryOptions), _ingesting(run), keys, log.write)
+        local = _local(run, engine, log.write, options)
+        listeners = [Listener(app, bound, timeout=options.client_timeout), *local]
+        address = address_of(bound)
         run.out.doing("loading the model")
         try:
             engine.start()
@@ -113,20 +107,12 @@ def _check_store(run: Run, options: ServeOptions) -> None:
     try:
         read_uuid(place)
     except StoreNotFoundError:
-        if not (options.learn or options.uploads or options.root):
+        if not (options.learn or options.uploads):
             raise
         from kvtool.core.ingest.job import create
 
         create(place, _ingesting(run))
         run.out.status(f"made an empty store at {place}")
-
-
-def _tls(options: ServeOptions) -> SSLContext | None:
-    if options.tls_cert is None or options.tls_key is None:
-        return None
-    from kvtool.serve.certificate import load_certificate
-
-    return load_certificate(options.tls_cert, options.tls_key)
 
 
 def warning_to(out: Out) -> Warn:
@@ -139,7 +125,7 @@ def warning_to(out: Out) -> Warn:
     return warn
 
 
-def _local(run: Run, engine: Engine, requests: AccessLog, options: ServeOptions) -> list[Listener]:
+def _local(run: Run, engine: Engine, log: Log, options: ServeOptions) -> list[Listener]:
     from kvtool.serve.app import local_app
     from kvtool.serve.server import Listener
 
@@ -158,7 +144,7 @@ def _local(run: Run, engine: Engine, requests: AccessLog, options: ServeOptions)
     if bound is None:
         run.out.warning("another server of this store answers the shell", "--no-socket does without")
         return []
-    return [Listener(local_app(engine, requests), bound, path=path)]
+    return [Listener(local_app(engine, log), bound, path=path)]
 
 
 def _ingesting(run: Run) -> IngestOptions:
@@ -176,10 +162,10 @@ def _say(run: Run, options: ServeOptions, address: str, file: Path, keys: Sequen
             page = f"{address}/#key={quote(keys[0])}"
     run.out.idle()
     run.out.status(f"ready on {address}; {how}; a browser shows a page at {page}", address=address)
-    if not options.is_local and options.tls_cert is None:
+    if not options.is_local:
         run.out.warning(
             "the key, the questions and the answers go over the network unencrypted",
-            "--tls-cert and --tls-key, or a proxy that speaks https",
+            "put a proxy with https in front of the server",
         )
 
 

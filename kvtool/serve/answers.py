@@ -10,10 +10,12 @@ import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, closing, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 from starlette.types import Send
 
 from kvtool.core.errors import KvtoolError
@@ -22,7 +24,7 @@ from kvtool.core.session.learned import EVERYBODY
 from kvtool.serve.auth import OWNER
 from kvtool.serve.chat import Chat
 from kvtool.serve.engine import Engine
-from kvtool.serve.job import Answer, Ask, Event, LeftError, PromptTokens
+from kvtool.serve.job import Answer, Ask, Event, LeftError, TokenCounts
 from kvtool.serve.metrics import RequestStats, stats_of
 from kvtool.serve.options import ServeOptions
 from kvtool.serve.tools import Hold, with_calls
@@ -46,7 +48,7 @@ class Dialect(Protocol):
     def whole(self, answer: Answer) -> dict[str, Any]:
         """Return the object of a complete answer."""
 
-    def beginning(self, prompt: PromptTokens) -> Iterator[str]:
+    def beginning(self, prompt: TokenCounts) -> Iterator[str]:
         yield from ()
 
     def piece(self, text: str) -> Iterator[str]:
@@ -65,6 +67,12 @@ class Dialect(Protocol):
 
 Begin = Callable[[Chat, Ask, str], Dialect]
 """Makes the response to a request; its last argument is the model's name."""
+
+
+def server_event(value: Mapping[str, Any], kind: str = "") -> str:
+    """Write a server-sent event, in some APIs with its kind."""
+    head = f"event: {kind}\n" if kind else ""
+    return f"{head}data: {json.dumps(value, ensure_ascii=False)}\n\n"
 
 
 def json_line(value: Mapping[str, Any]) -> str:
@@ -97,11 +105,6 @@ def about(answer: Answer) -> dict[str, Any]:
     return facts
 
 
-def cached_tokens(answer: Answer) -> int:
-    """Return the number of prompt tokens whose KV was in memory, or was read and reused unchanged."""
-    return int(answer.facts["tokens"]["reused"] + answer.facts.get("turn", {}).get("cached", 0))
-
-
 class Answers:
     def __init__(self, engine: Engine, options: QueryOptions, serving: ServeOptions) -> None:
         self.engine, self._options, self._serving = engine, replace(options, clamp=True), serving
@@ -113,6 +116,9 @@ class Answers:
     def check_model(self, asked: str, name: str) -> None:
         if asked not in ("", ANY_NAME, name) and not self.any_model:
             raise unknown_model(asked, name)
+
+    def route(self, path: str, read: Read, begin: Begin) -> Route:
+        return Route(path, partial(self.answered, read=read, begin=begin), methods=["POST"])
 
     async def count(self, value: Mapping[str, Any], read: Read) -> int:
         _, ask = await self.parsed(value, read)

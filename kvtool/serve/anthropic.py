@@ -11,12 +11,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from kvtool.core.errors import KvtoolError
 from kvtool.serve import requests
-from kvtool.serve.answers import Answers, Dialect, about, cached_tokens
+from kvtool.serve.answers import Answers, Dialect, about, server_event
 from kvtool.serve.chat import Chat, Message, Question, call_message, result_message
-from kvtool.serve.job import Answer, Call, PromptTokens
+from kvtool.serve.job import Answer, Ask, Call, TokenCounts
 from kvtool.serve.wire import ANTHROPIC_PATH, Refusal, body_of, error_body
 
 # ---- requests ----
@@ -128,6 +129,8 @@ class MessagesBody(Question):
 
 @dataclass(slots=True)
 class MessageResponse(Dialect):
+    chat: Chat
+    ask: Ask
     model: str
     id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
     _is_open: bool = False
@@ -135,10 +138,10 @@ class MessageResponse(Dialect):
     def whole(self, answer: Answer) -> dict[str, Any]:
         content = [{"type": "text", "text": answer.text}] if answer.text or not answer.calls else []
         content += [_tool_use(call) for call in answer.calls]
-        return self._message(content) | _end(answer) | {"usage": _usage_of(answer), "kvtool": about(answer)}
+        return self._message(content) | _end(answer) | {"usage": _usage(answer.tokens), "kvtool": about(answer)}
 
-    def beginning(self, prompt: PromptTokens) -> Iterator[str]:
-        yield _event("message_start", message=self._message([]) | {"usage": _usage(prompt.prompt, prompt.cached, 0)})
+    def beginning(self, prompt: TokenCounts) -> Iterator[str]:
+        yield _event("message_start", message=self._message([]) | {"usage": _usage(prompt)})
 
     def piece(self, text: str) -> Iterator[str]:
         yield from self._open()
@@ -157,7 +160,7 @@ class MessageResponse(Dialect):
             delta = {"type": "input_json_delta", "partial_json": json.dumps(call.arguments, ensure_ascii=False)}
             yield _event("content_block_delta", index=index, delta=delta)
             yield _event("content_block_stop", index=index)
-        yield _event("message_delta", delta=_end(answer), usage=_usage_of(answer), kvtool=about(answer))
+        yield _event("message_delta", delta=_end(answer), usage=_usage(answer.tokens), kvtool=about(answer))
         yield _event("message_stop")
 
     def failed(self, error: KvtoolError) -> Iterator[str]:
@@ -174,7 +177,7 @@ class MessageResponse(Dialect):
 
 
 def _event(type: str, **values: Any) -> str:
-    return f"event: {type}\ndata: {json.dumps({'type': type, **values}, ensure_ascii=False)}\n\n"
+    return server_event({"type": type, **values}, type)
 
 
 def _tool_use(call: Call) -> dict[str, Any]:
@@ -189,26 +192,18 @@ def _end(answer: Answer) -> dict[str, str | None]:
     return {"stop_reason": "max_tokens" if answer.finish == "length" else "end_turn", "stop_sequence": None}
 
 
-def _usage(prompt: int, cached: int, generated: int) -> dict[str, int]:
-    counts = {"input_tokens": prompt - cached, "output_tokens": generated}
-    return counts | {"cache_read_input_tokens": cached, "cache_creation_input_tokens": 0}
+def _usage(tokens: TokenCounts) -> dict[str, int]:
+    counts = {"input_tokens": tokens.prompt - tokens.cached, "output_tokens": tokens.generated}
+    return counts | {"cache_read_input_tokens": tokens.cached, "cache_creation_input_tokens": 0}
 
 
-def _usage_of(answer: Answer) -> dict[str, int]:
-    tokens = answer.facts["tokens"]
-    return _usage(tokens["prompt"], cached_tokens(answer), tokens["generated"])
-
-
-class Anthropic:
-    def __init__(self, answers: Answers) -> None:
-        self._answers = answers
-
-    async def message(self, request: Request) -> Response:
-        return await self._answers.answered(
-            request, MessagesBody.read_chat, lambda _, ask, model: MessageResponse(model)
-        )
-
-    async def count(self, request: Request) -> Response:
+def anthropic_routes(answers: Answers) -> list[Route]:
+    async def count(request: Request) -> Response:
         value = await body_of(request)
         value["max_tokens"] = value.get("max_tokens") or 1
-        return JSONResponse({"input_tokens": await self._answers.count(value, MessagesBody.read_chat)})
+        return JSONResponse({"input_tokens": await answers.count(value, MessagesBody.read_chat)})
+
+    return [
+        answers.route(ANTHROPIC_PATH, MessagesBody.read_chat, MessageResponse),
+        Route("/v1/messages/count_tokens", count, methods=["POST"]),
+    ]

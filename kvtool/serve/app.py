@@ -1,8 +1,7 @@
-"""Applications of a server: the HTTP API, and the local client's at the Unix socket next to the store."""
+"""Applications of a server: the HTTP API, the page, and the local client's at the Unix socket next to the store."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,22 +23,21 @@ from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request as Question
 from kvtool.serve.answers import Answers, Dialect, EventStream, json_line, stream
-from kvtool.serve.anthropic import Anthropic
-from kvtool.serve.auth import OWNER, BodyLimit, Guard, owner_of
+from kvtool.serve.anthropic import anthropic_routes
+from kvtool.serve.auth import Guard, limited
 from kvtool.serve.documents import Documents
 from kvtool.serve.engine import Engine
 from kvtool.serve.job import Answer, Ask, BusyError
-from kvtool.serve.metrics import AccessLog, stats_of
+from kvtool.serve.metrics import Log, logged, stats_of
 from kvtool.serve.ollama import Ollama
 from kvtool.serve.openai import OpenAI
 from kvtool.serve.options import ServeOptions
-from kvtool.serve.page import page_routes
+from kvtool.serve.page import STATIC, page_routes
 from kvtool.serve.requests import Names, Part, Text
 from kvtool.serve.responses import Responses
 from kvtool.serve.unix_socket import PATH, placed
 from kvtool.serve.wire import Refusal, body_of, briefly, failed, refused
 
-_TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus'
 _HTTP_ERRORS = {
     404: "there is no such address",
     405: "this address knows no such method",
@@ -54,56 +52,27 @@ def make_app(
     asking: QueryOptions,
     ingesting: IngestOptions,
     keys: Sequence[str] | None,
-    log: AccessLog,
+    log: Log,
 ) -> ASGIApp:
     answers = Answers(engine, asking, options)
     openai = OpenAI(answers)
-    anthropic, ollama, responses = Anthropic(answers), Ollama(answers, openai), Responses(answers)
-    documents = Documents(engine, options, ingesting, asking)
 
     async def health(request: Request) -> Response:
         return JSONResponse(await briefly(engine.status))
 
-    async def metrics(request: Request) -> Response:
-        if keys is not None and options.isolate and request.scope[OWNER] != owner_of(keys[0]):
-            hint = "ask with the first key of the server's key file"
-            raise Refusal(403, "not_first_key", "the metrics show sums over all keys", hint)
-        return Response(await asyncio.to_thread(log.metrics.text), media_type=_TEXT_FORMAT)
-
     routes = [
-        Route("/v1/chat/completions", openai.chat, methods=["POST"]),
-        Route("/v1/completions", openai.completion, methods=["POST"]),
-        Route("/v1/models", openai.models),
-        Route("/v1/models/", openai.models),
-        Route("/v1/models/{name:path}", openai.model),
-        Route("/v1/embeddings", openai.embed, methods=["POST"]),
-        Route("/v1/responses", responses.create, methods=["POST"]),
-        Route("/v1/responses/input_tokens", responses.count, methods=["POST"]),
-        Route("/v1/responses/{name}", responses.show, methods=["GET"]),
-        Route("/v1/responses/{name}", responses.forget, methods=["DELETE"]),
-        Route("/v1/responses/{name}/input_items", responses.items),
-        Route("/v1/responses/{name}/cancel", responses.cancel, methods=["POST"]),
-        Route("/v1/messages", anthropic.message, methods=["POST"]),
-        Route("/v1/messages/count_tokens", anthropic.count, methods=["POST"]),
-        Route("/api/chat", ollama.chat, methods=["POST"]),
-        Route("/api/generate", ollama.generate, methods=["POST"]),
-        Route("/api/embed", ollama.embed, methods=["POST"]),
-        Route("/api/tags", ollama.tags),
-        Route("/api/show", ollama.show, methods=["POST"]),
-        Route("/api/ps", ollama.running),
-        Route("/api/version", ollama.version),
-        Route("/v1/documents", documents.add, methods=["POST"]),
-        Route("/v1/documents", documents.show, methods=["GET"]),
-        Route("/v1/documents", documents.forget, methods=["DELETE"]),
-        Route("/v1/search", documents.search),
+        *openai.routes(),
+        *Responses(answers).routes(),
+        *anthropic_routes(answers),
+        *Ollama(answers, openai).routes(),
+        *Documents(engine, options, ingesting, asking).routes(),
         Route("/health", health),
-        Route("/metrics", metrics),
-        *page_routes(engine, options, ingesting),
+        *page_routes(engine, options),
     ]
     app = Starlette(
         routes=routes,
         middleware=[
-            Middleware(Guard, keys=keys, origins=options.cors_origin),
+            Middleware(Guard, keys=keys, origins=options.cors_origin, free=("/health", *STATIC)),
             Middleware(
                 CORSMiddleware,
                 allow_origins=options.cors_origin,
@@ -114,7 +83,7 @@ def make_app(
         ],
         exception_handlers=_HANDLERS,
     )
-    return log.of(BodyLimit(app, options.max_body), {route.path for route in routes})
+    return logged(limited(app, options.max_body), log)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
@@ -191,7 +160,7 @@ class ShellResponse(Dialect):
             yield json_line({"error": {"message": error.message, "hint": error.hint, "exit_code": error.exit_code}})
 
 
-def local_app(engine: Engine, log: AccessLog) -> ASGIApp:
+def local_app(engine: Engine, log: Log) -> ASGIApp:
     """Make the application for this user's `kvtool query`, with all of its options."""
 
     async def query(request: Request) -> Response:
@@ -204,7 +173,7 @@ def local_app(engine: Engine, log: AccessLog) -> ASGIApp:
         return EventStream(await anext(events), events, ShellResponse.media_type)
 
     app = Starlette(routes=[Route(PATH, query, methods=["POST"])], exception_handlers=_HANDLERS)
-    return log.of(app, [PATH], _CLIENT)
+    return logged(app, log, _CLIENT)
 
 
 def _is_same_model(loaded: ModelOptions, model: Mapping[str, Any]) -> bool:

@@ -1,9 +1,9 @@
-"""Access control and the limit of bodies, before every endpoint."""
+"""Access control and the limit of bodies, before every endpoint, and the log of requests."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from urllib.parse import urlsplit
 
 from starlette.datastructures import URL, Headers
@@ -13,11 +13,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvtool.core.agent.options import key_of
 from kvtool.core.session.learned import EVERYBODY
 from kvtool.serve.options import ANY_ORIGIN
-from kvtool.serve.page import STATIC
 from kvtool.serve.wire import Refusal, refused
 
 OWNER = "kvtool.owner"  # in the scope of a request: the owner of what is kept of it
-_OPEN = ("/health", *STATIC)  # for monitoring, and the page, which asks for the key
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -31,14 +29,15 @@ def owners_of(keys: Sequence[str] | None) -> set[str] | None:
 
 
 class Guard:
-    """Middleware that requires one of the keys, and notes the `OWNER` of what is kept of a request.
+    """Middleware that requires one of the keys, and notes the `OWNER` of what is kept of a request. `free`: paths that
+    need no key.
 
     Without keys the server listens at a loopback address only, and web pages must not ask unnoticed: a request has to
     name this machine as its host (another name may lead here), and a page one of the allowed `origins`.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str] | None, origins: Sequence[str]) -> None:
-        self._app, self._keys, self._origins = app, keys, origins
+    def __init__(self, app: ASGIApp, keys: Sequence[str] | None, origins: Sequence[str], free: Collection[str]) -> None:
+        self._app, self._keys, self._origins, self._free = app, keys, origins, free
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if (refusal := self._refusal(scope)) is not None:
@@ -59,7 +58,7 @@ class Guard:
             if host not in _LOOPBACK:
                 return Refusal(403, "host", f"unexpected Host header {host!r}", "ask localhost, or start it with a key")
             return None
-        if scope["path"] in _OPEN or (scope["method"] == "OPTIONS" and "origin" in headers):
+        if scope["path"] in self._free or (scope["method"] == "OPTIONS" and "origin" in headers):
             return None
         kind, _, given = headers.get("authorization", "").partition(" ")
         if kind.lower() != "bearer":
@@ -79,21 +78,20 @@ def _host(headers: Headers) -> str | None:
         return None
 
 
-class BodyLimit:
-    """Middleware that refuses bodies of more than `size` bytes."""
+def limited(app: ASGIApp, limit: int) -> ASGIApp:
+    """Wrap an application: a body of more bytes than the limit is refused."""
 
-    def __init__(self, app: ASGIApp, size: int) -> None:
-        self._app, self._size = app, size
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         size = 0
 
         async def receiving() -> Message:
             nonlocal size
             message = await receive()
             size += len(message.get("body", b""))
-            if size > self._size:
+            if size > limit:
                 raise HTTPException(413)
             return message
 
-        await self._app(scope, receiving, send)
+        await app(scope, receiving, send)
+
+    return answer

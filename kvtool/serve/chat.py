@@ -1,4 +1,4 @@
-"""A question with its conversation, tools and options, in the same words for all dialects."""
+"""A question with its conversation, tools and options, in the same words for all dialects; calls in its answer."""
 
 from __future__ import annotations
 

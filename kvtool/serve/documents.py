@@ -19,12 +19,12 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from kvtool.core.cache.layout import atomic_write, read_small
 from kvtool.core.cache.store import Store
 from kvtool.core.common.files import make_folder
 from kvtool.core.common.sizes import counted
-from kvtool.core.corpus.ignoring import Roots
 from kvtool.core.corpus.readers import file_of
 from kvtool.core.errors import KvtoolError, NoSpaceError, StoreNotFoundError, UsageError
 from kvtool.core.ingest.options import IngestOptions
@@ -33,7 +33,7 @@ from kvtool.core.upkeep.forget import MuchError
 from kvtool.serve.engine import Engine
 from kvtool.serve.job import BusyError
 from kvtool.serve.options import ServeOptions
-from kvtool.serve.requests import Name, Names, Option, Part, StrictPart, Text, invalid
+from kvtool.serve.requests import Name, Option, Part, StrictPart, Text, invalid, number_of
 from kvtool.serve.wire import Refusal, body_of
 
 _MAX_NAME = 255  # bytes, as in file systems
@@ -61,20 +61,12 @@ class SentDocument(StrictPart):
 
 class DocumentsBody(StrictPart):
     documents: list[SentDocument] = []
-    paths: Names = []
-
-
-def _number(text: str) -> Any:
-    for kind in (int, float):
-        with contextlib.suppress(ValueError):
-            return kind(text)
-    return text
 
 
 class SearchQuery(StrictPart):
     q: Text = ""
-    top_k: Annotated[Option, BeforeValidator(_number)] = None
-    min_score: Annotated[Option, BeforeValidator(_number)] = None
+    top_k: Annotated[Option, BeforeValidator(number_of)] = None
+    min_score: Annotated[Option, BeforeValidator(number_of)] = None
     source: Option = None
 
 
@@ -90,21 +82,23 @@ class Documents:
     ) -> None:
         self._engine, self._options, self._asking = engine, ingesting, asking
         self._uploads = Uploads(serving.uploads) if serving.uploads is not None else None
-        self._roots = tuple(root.resolve() for root in serving.root)
-        self._one = asyncio.Lock()
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/documents", self.add, methods=["POST"]),
+            Route("/v1/documents", self.show, methods=["GET"]),
+            Route("/v1/documents", self.forget, methods=["DELETE"]),
+            Route("/v1/search", self.search),
+        ]
 
     async def add(self, request: Request) -> Response:
         body = DocumentsBody.read(await body_of(request))
-        named = await asyncio.to_thread(self._named, body.paths)
         sent = [self._sent(row) for row in body.documents]
         if len({path for path, _ in sent}) < len(sent):  # the former version of one would be the other
             raise Refusal(400, "wrong_name", "two documents have the same name", "send one of them", "documents")
-        if not named and not sent:
-            raise Refusal(400, "no_documents", "there is nothing to ingest", "give documents, or paths")
-        self._check_free()
-        async with self._one:
-            report = await asyncio.to_thread(self._ingest, named, sent)
-        return JSONResponse(report)
+        if not sent:
+            raise Refusal(400, "no_documents", "there is nothing to ingest", "send documents")
+        return JSONResponse(await asyncio.to_thread(self._ingest, sent))
 
     async def show(self, request: Request) -> Response:
         wanted = SourceQuery.read(request.query_params).source or None
@@ -134,24 +128,17 @@ class Documents:
         query = SourceQuery.read(request.query_params)
         if not (source := query.source):
             raise Refusal(400, "no_document", "no document is named", "DELETE /v1/documents?source=…", "source")
-        self._check_free()
         try:
-            async with self._one:
-                gone = await asyncio.to_thread(self._forget, source, query.all == "true", query.exact == "true")
+            gone = await asyncio.to_thread(self._forget, source, query.all == "true", query.exact == "true")
         except MuchError as error:
             raise Refusal(409, "much", error.message, "add &all=true to do it", "all") from error
         return JSONResponse({"object": "list", "deleted": list(gone)})
 
-    def _check_free(self) -> None:
-        if self._one.locked():
-            raise BusyError("documents are being written or removed")
-
     # ---- in another thread ----
 
-    def _ingest(self, named: list[Path], sent: list[tuple[Path, bytes]]) -> dict[str, Any]:
+    def _ingest(self, sent: list[tuple[Path, bytes]]) -> dict[str, Any]:
         files = tuple(path for path, _ in sent)
-        paths = tuple(dict.fromkeys((*named, *files)))
-        options = replace(self._options, paths=paths, roots=(*self._roots, *files))
+        options = replace(self._options, paths=files, roots=files)
         with nullcontext() if self._uploads is None else self._uploads.storing(sent, self._engine.has_file):
             return self._engine.ingest(options).to_json()
 
@@ -175,21 +162,6 @@ class Documents:
                 return (str(file),)
 
     # ---- names ----
-
-    def _named(self, paths: Sequence[str]) -> list[Path]:
-        """Others than files below the roots are refused alike, whether they exist or not."""
-        roots, found = Roots(self._roots), []
-        for text in paths:
-            try:
-                path = Path(os.path.realpath(os.path.expanduser(text)))
-            except ValueError as error:
-                raise Refusal(400, "wrong_name", f"{text!r} is no path", param="paths") from error
-            if not roots.show(path):
-                hint = "name one below a folder that it allows: nothing hidden, no secret, nothing that is ignored"
-                hint = hint if self._roots else "the server allows no folder: its option `root` names one"
-                raise Refusal(403, "not_allowed", f"{text!r} may not be ingested from here", hint, "paths")
-            found.append(path)
-        return found
 
     def _sent(self, row: SentDocument) -> tuple[Path, bytes]:
         if self._uploads is None:
@@ -247,23 +219,24 @@ class Uploads:
 
     @contextlib.contextmanager
     def storing(self, sent: Sequence[tuple[Path, bytes]], is_stored: Callable[[Path, bytes], bool]) -> Iterator[None]:
-        """Keep documents during their ingest; then restore the former versions of those that it did not store."""
-        with self.locked():
-            self._keep(sent)
+        """Keep documents during their ingest, all or none; then restore the former versions of those that it did not
+        store. After an interrupted ingest all stay, for the next one."""
+        interrupted = False
+
+        def end(path: Path, data: bytes) -> None:
+            self._end(path, data, interrupted or is_stored(path, data))
+
+        with self.locked(), contextlib.ExitStack() as ends:
+            for path, _ in sent:
+                self.check(path)
+            for path, data in sent:
+                self._keep(path, data)
+                ends.callback(end, path, data)
             try:
                 yield
-            except (NoSpaceError, UsageError):
-                self._undo_missing(sent, is_stored)
+            except BaseException as error:
+                interrupted = not isinstance(error, (NoSpaceError, UsageError))
                 raise
-            else:
-                self._undo_missing(sent, is_stored)
-            finally:
-                for path, _ in sent:
-                    with contextlib.suppress(OSError):
-                        self._former(path).unlink(missing_ok=True)
-
-    def _undo_missing(self, sent: Sequence[tuple[Path, bytes]], is_stored: Callable[[Path, bytes], bool]) -> None:
-        self._undo([(path, data) for path, data in sent if not is_stored(path, data)])
 
     def holds(self, path: Path) -> bool:
         return path.is_relative_to(self.folder) and os.path.normpath(path) == str(path) and path != self.folder
@@ -283,31 +256,23 @@ class Uploads:
     def is_sent(self, path: Path) -> bool:
         return self.holds(path) and (digest := _digest(path)) != "" and digest in self._known(path)
 
-    def _keep(self, sent: Sequence[tuple[Path, bytes]]) -> None:
-        """Write documents, all or none."""
-        for path, _ in sent:
-            self.check(path)
-        for index, (path, data) in enumerate(sent):
-            try:
-                self._write(path, data)
-            except (OSError, KvtoolError, Refusal) as error:
-                self._undo(sent[:index])
-                if not isinstance(error, OSError):
-                    raise
-                why = (error.strerror or str(error)).lower()  # a file where a folder is named, or the other way round
-                raise Refusal(400, "wrong_name", f"{path.name!r} cannot be kept: {why}", param="documents") from error
+    def _keep(self, path: Path, data: bytes) -> None:
+        try:
+            self._write(path, data)
+        except OSError as error:
+            why = (error.strerror or str(error)).lower()  # a file where a folder is named, or the other way round
+            raise Refusal(400, "wrong_name", f"{path.name!r} cannot be kept: {why}", param="documents") from error
 
-    def _undo(self, sent: Sequence[tuple[Path, bytes]]) -> None:
-        """Restore the former versions of documents, unless a file has changed since."""
-        for path, data in reversed(sent):
-            former = self._former(path)
-            with contextlib.suppress(OSError, Refusal):
-                if _digest(path) != hashlib.sha256(data).hexdigest():
-                    former.unlink(missing_ok=True)
-                elif former.exists():
+    def _end(self, path: Path, data: bytes, stays: bool) -> None:
+        """Restore the former version of a document that does not stay, unless its file has changed since."""
+        former = self._former(path)
+        with contextlib.suppress(OSError, Refusal):
+            if not stays and _digest(path) == hashlib.sha256(data).hexdigest():
+                if former.exists():
                     os.replace(former, path)
                 else:
                     self.remove(path)
+            former.unlink(missing_ok=True)
 
     def remove_files(self, store: Store, going: Sequence[str]) -> None:
         """Remove the files of documents before these are forgotten: no ingest brings them back after a crash."""

@@ -6,10 +6,9 @@ import hashlib
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtool.core.cache import tables
 from kvtool.core.cache.store import Store
@@ -30,6 +29,9 @@ if TYPE_CHECKING:
     from kvtool.core.retrieval.options import RetrievalOptions
     from kvtool.core.retrieval.tables import Array
     from kvtool.core.session.session import Session
+
+
+T = TypeVar("T")
 
 
 class IngestState:
@@ -102,7 +104,6 @@ class Engine:
         self.conversations = ConversationCache(options.keep_conversations)
         self.scheduler = Scheduler(self._loaded, warn, options, self.conversations)
         self.ingesting = IngestState()
-        self._writing = threading.Lock()
         self._embedding = threading.RLock()  # held while texts are embedded
         self._embedder: Embeds | None = None
 
@@ -153,7 +154,7 @@ class Engine:
     def ingest(self, options: IngestOptions) -> IngestReport:
         from kvtool.core.ingest.job import KeptModel, ingest
 
-        with self._writing, self.ingesting.noted() as events:
+        with self.ingesting.noted() as events:
             kept = KeptModel(self._loaded.decoder)
             report = ingest(self.folder, options, events, kept)
             if self._loaded.decoder is None:
@@ -166,22 +167,27 @@ class Engine:
         """Forget the documents that a path, a glob or a chunk id selects. `much`: also more than half of several."""
         from kvtool.core.upkeep.forget import forget
 
-        with self._writing:
-            return forget(self.folder, [source], yes=much, lock_wait=10.0, before=before).sources
+        return forget(self.folder, [source], yes=much, lock_wait=10.0, before=before).sources
+
+    def _read(self, work: Callable[[Store], T], otherwise: T) -> T:
+        """Read the store; `otherwise` for one that is shared, or does not exist."""
+        if isinstance(self.place, str) or not self._loaded.exists():
+            return otherwise
+        with Store.open(self.place) as store:
+            return work(store)
 
     def has_file(self, path: Path, data: bytes | None = None) -> bool:
-        if not self._loaded.exists():
-            return False
-        with Store.open(self.folder) as store:
-            entry = store.file(str(path))
+        entry = self._read(lambda store: store.file(str(path)), None)
         return entry is not None and (data is None or entry.digest == hashlib.sha256(data).hexdigest())
 
     def has_documents(self, count: int) -> bool:
         """Return True if the store has at least so many documents; it reads no more of their names."""
-        if isinstance(self.place, str) or not self._loaded.exists():
-            return False
-        with Store.open(self.place) as store, store.snapshot() as snapshot:
-            return sum(1 for _ in islice(snapshot.keys(tables.DOCUMENTS), count)) == count
+
+        def has(store: Store) -> bool:
+            with store.snapshot() as snapshot:
+                return sum(1 for _ in islice(snapshot.keys(tables.DOCUMENTS), count)) == count
+
+        return self._read(has, False)
 
     def documents(self, source: str | None = None) -> list[dict[str, Any]]:
         """List documents as `kvtool store ls --json` does."""
@@ -210,12 +216,9 @@ class Engine:
         from kvtool.core.checkpoint.files import looks_local
         from kvtool.core.session.identity import store_identity
 
-        if not self._loaded.exists():
-            return ""
         if isinstance(self.place, str):
             return self.model.model or "kvtool"
-        with Store.open(self.place) as store:
-            ref = store_identity(store).model
+        ref = self._read(lambda store: store_identity(store).model, "")
         return Path(ref).name if looks_local(ref) else ref
 
     @property
@@ -231,33 +234,6 @@ class Engine:
             "conversations": len(self.conversations),
         }
 
-    def prefill_speed(self, ingesting: IngestOptions) -> dict[str, Any] | None:
-        """Return the milliseconds of full prefill: `fixed`, for each `row`, and for each `key` that a row sees.
-
-        `source` is `passes` where they were measured (`--fusion auto`), else `ingest`: the speed of the last ingest.
-        """
-        from kvtool.core.ingest.account import seconds_a_token
-        from kvtool.core.session.speeds import recalled
-
-        decoder = self._loaded.decoder
-        if decoder is None or isinstance(self.place, str) or not self._loaded.exists():
-            return None
-        fingerprint, dtype = decoder.loaded.fingerprint, decoder.loaded.arithmetic.dtype
-        with Store.open(self.place) as store:
-            speeds = recalled(store, fingerprint, decoder.device, dtype, decoder.stored_layers)
-            row_s = seconds_a_token(store, fingerprint, ingesting)
-        if speeds is not None:
-            return {"source": "passes"} | {name: each * 1e3 for name, each in asdict(speeds.passes).items()}
-        return None if row_s is None else {"source": "ingest", "fixed": 0.0, "row": row_s * 1e3, "key": 0.0}
-
-    def store_stats(self) -> dict[str, Any]:
-        if isinstance(self.place, str) or not self._loaded.exists():
-            return {}
-        from kvtool.core.upkeep.inventory import sizes_of
-
-        with Store.open(self.place) as store:
-            return sizes_of(store)
-
     # ---- embeddings ----
 
     @property
@@ -265,10 +241,7 @@ class Engine:
         """Return the embedding model of the store's vectors."""
         from kvtool.core.retrieval.embed import remembered
 
-        if isinstance(self.place, str) or not self._loaded.exists():
-            return None
-        with Store.open(self.place) as store:
-            return remembered(store, self._warn)
+        return self._read(lambda store: remembered(store, self._warn), None)
 
     def embed(self, texts: Sequence[str]) -> tuple[Array, int]:
         """Return unit vectors of texts, float32 `[texts, dimensions]`, and their token count. Raises ModelError."""

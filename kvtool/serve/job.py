@@ -80,11 +80,12 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptTokens:
-    """Tokens of a prompt, and those of them whose KV was in memory, or was read and reused unchanged."""
+class TokenCounts:
+    """Tokens of a prompt, those of them whose KV was in memory or was read and reused unchanged, and of an answer."""
 
-    prompt: int
-    cached: int
+    prompt: int = 0
+    cached: int = 0
+    generated: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,11 @@ class Answer:
     logprobs: list[dict[str, Any]] | None = None
     stop: str | None = None
     calls: tuple[Call, ...] = ()
+
+    @property
+    def tokens(self) -> TokenCounts:
+        tokens, turn = self.facts["tokens"], self.facts.get("turn", {})
+        return TokenCounts(tokens["prompt"], tokens["reused"] + turn.get("cached", 0), tokens["generated"])
 
     @classmethod
     def of(cls, reply: Reply, job: Job, prepared: PreparedAnswer) -> Answer:
@@ -205,7 +211,7 @@ class Job:
     ----------
     tell : called with each event, in the engine's thread; must neither wait nor raise.
     arrived, since : times by `time.monotonic()`: of its arrival, and since when it waits.
-    steps : its life (`steps.py`), once it has begun.
+    steps : its life (`steps_of`), once it has begun.
     sequence : its answer while that is decoded; `answer` is the complete one.
     ended : no more events follow.
     """
@@ -214,19 +220,16 @@ class Job:
     tell: Tell
     timeout: float
     arrived: float = field(default_factory=time.monotonic)
-    since: float = 0.0
+    since: float = field(default_factory=time.monotonic)
     queue_ms: float = 0.0
     others_ms: float = 0.0
     warnings: list[tuple[str, str]] = field(default_factory=list)
     steps: Generator[Step] | None = None
     sequence: AnswerSequence | None = None
     answer: Answer | None = None
-    tokens: PromptTokens = PromptTokens(0, 0)
+    tokens: TokenCounts = TokenCounts()
     left: bool = False
     ended: bool = False
-
-    def __post_init__(self) -> None:
-        self.since = self.arrived
 
     @property
     def lost(self) -> KvtoolError | None:
@@ -253,11 +256,11 @@ class FairQueue:
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit, self._count = limit, 0
+        self._limit = limit
         self._of: dict[Client, deque[Job]] = {}  # in the order of their turns; none of them is empty
 
     def __len__(self) -> int:
-        return self._count
+        return sum(map(len, self._of.values()))
 
     def __iter__(self) -> Iterator[Job]:
         for jobs in self._of.values():
@@ -267,8 +270,7 @@ class FairQueue:
         """Add a job; return the one that is removed for it, which may be the same."""
         own = self._of.setdefault(job.ask.client, deque())
         own.append(job)
-        self._count += 1
-        if self._count <= self._limit:
+        if len(self) <= self._limit:
             return None
         longest = max(self._of.values(), key=len)
         last = longest[-1] if len(longest) > len(own) else job
@@ -286,6 +288,5 @@ class FairQueue:
     def remove(self, job: Job) -> None:
         client = job.ask.client
         self._of[client].remove(job)
-        self._count -= 1
         if not self._of[client]:
             del self._of[client]

@@ -6,11 +6,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 import kvtool
 from kvtool.core.errors import KvtoolError
@@ -179,11 +181,16 @@ class Ollama:
     def __init__(self, answers: Answers, openai: OpenAI) -> None:
         self._answers, self._openai, self._engine = answers, openai, answers.engine
 
-    async def chat(self, request: Request) -> Response:
-        return await self._answered(request, "message")
-
-    async def generate(self, request: Request) -> Response:
-        return await self._answered(request, "response")
+    def routes(self) -> list[Route]:
+        return [
+            Route("/api/chat", partial(self._answered, kind="message"), methods=["POST"]),
+            Route("/api/generate", partial(self._answered, kind="response"), methods=["POST"]),
+            Route("/api/embed", self.embed, methods=["POST"]),
+            Route("/api/tags", self.tags),
+            Route("/api/show", self.show, methods=["POST"]),
+            Route("/api/ps", self.running),
+            Route("/api/version", self.version),
+        ]
 
     async def _answered(self, request: Request, kind: Kind) -> Response:
         """Answer a question; a request without one loads the model, or unloads it, and it stays loaded."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
 import secrets
 import time
 from collections.abc import Iterator, Sequence
@@ -14,12 +13,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from kvtool.core.errors import KvtoolError
 from kvtool.serve import requests
-from kvtool.serve.answers import Answers, Dialect, about, cached_tokens, unknown_model
+from kvtool.serve.answers import Answers, Dialect, about, server_event, unknown_model
 from kvtool.serve.chat import Chat, Message, OpenAIQuestion, call_message, result_message
-from kvtool.serve.job import Answer, Call, PromptTokens
+from kvtool.serve.job import Answer, Ask, Call, TokenCounts
 from kvtool.serve.wire import VERSION, Refusal, body_of, briefly
 
 # ---- requests ----
@@ -104,53 +104,52 @@ class ChatBody(_Completion, LogProbs):
 _DONE = "data: [DONE]\n\n"
 
 
-def _event(value: Any) -> str:
-    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
-
-
 @dataclass(slots=True)
 class OpenAIResponse(Dialect):
-    chat: bool
+    chat: Chat
+    ask: Ask
     model: str
-    with_usage: bool = False
-    with_tools: bool = False
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def _is_chat(self) -> bool:
+        return self.chat.prompt is None
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
         if answer.calls:
             message |= {"content": answer.text or None, "tool_calls": [_call(call) for call in answer.calls]}
-        said = {"message": message} if self.chat else {"text": answer.text}
-        kind = "chat.completion" if self.chat else "text_completion"
+        said = {"message": message} if self._is_chat else {"text": answer.text}
+        kind = "chat.completion" if self._is_chat else "text_completion"
         return self._object(kind, said, answer) | {"usage": _usage(answer), "kvtool": about(answer)}
 
-    def beginning(self, prompt: PromptTokens) -> Iterator[str]:
-        if self.chat:
-            yield _event(self._chunk({"role": "assistant", "content": None if self.with_tools else ""}))
+    def beginning(self, prompt: TokenCounts) -> Iterator[str]:
+        if self._is_chat:
+            yield server_event(self._chunk({"role": "assistant", "content": None if self.ask.tools else ""}))
 
     def piece(self, text: str) -> Iterator[str]:
-        yield _event(self._chunk({"content": text} if self.chat else text))
+        yield server_event(self._chunk({"content": text} if self._is_chat else text))
 
     def end(self, answer: Answer) -> Iterator[str]:
         for number, call in enumerate(answer.calls):
-            yield _event(self._chunk({"tool_calls": [{"index": number, **_call(call)}]}))
-        last = self._chunk({} if self.chat else "", answer)
-        yield _event({**last, "kvtool": about(answer)})
-        if self.with_usage:
-            yield _event({**last, "choices": [], "usage": _usage(answer)})
+            yield server_event(self._chunk({"tool_calls": [{"index": number, **_call(call)}]}))
+        last = self._chunk({} if self._is_chat else "", answer)
+        yield server_event({**last, "kvtool": about(answer)})
+        if self.chat.usage:
+            yield server_event({**last, "choices": [], "usage": _usage(answer)})
         yield _DONE
 
     def failed(self, error: KvtoolError) -> Iterator[str]:
-        yield _event({"error": Refusal.of(error).to_json()})
+        yield server_event({"error": Refusal.of(error).to_json()})
         yield _DONE
 
     def _chunk(self, said: dict[str, Any] | str, answer: Answer | None = None) -> dict[str, Any]:
-        kind = "chat.completion.chunk" if self.chat else "text_completion"
-        return self._object(kind, {"delta": said} if self.chat else {"text": said}, answer)
+        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
+        return self._object(kind, {"delta": said} if self._is_chat else {"text": said}, answer)
 
     def _object(self, kind: str, said: dict[str, Any], answer: Answer | None) -> dict[str, Any]:
-        name = f"chatcmpl-{self.id}" if self.chat else f"cmpl-{self.id}"
+        name = f"chatcmpl-{self.id}" if self._is_chat else f"cmpl-{self.id}"
         end: dict[str, Any] = {"finish_reason": None, "logprobs": None}
         if answer is not None:
             end = {
@@ -166,12 +165,12 @@ def _call(call: Call) -> dict[str, Any]:
 
 
 def _usage(answer: Answer) -> dict[str, Any]:
-    tokens = answer.facts["tokens"]
+    tokens = answer.tokens
     return {
-        "prompt_tokens": tokens["prompt"],
-        "completion_tokens": tokens["generated"],
-        "total_tokens": tokens["prompt"] + tokens["generated"],
-        "prompt_tokens_details": {"cached_tokens": cached_tokens(answer)},
+        "prompt_tokens": tokens.prompt,
+        "completion_tokens": tokens.generated,
+        "total_tokens": tokens.prompt + tokens.generated,
+        "prompt_tokens_details": {"cached_tokens": tokens.cached},
     }
 
 
@@ -194,17 +193,15 @@ class OpenAI:
         self._answers, self._engine = answers, answers.engine
         self._embedding = asyncio.Semaphore(_EMBEDDED_AT_ONCE)
 
-    async def chat(self, request: Request) -> Response:
-        return await self._answers.answered(
-            request,
-            ChatBody.read_chat,
-            lambda chat, ask, model: OpenAIResponse(True, model, chat.usage, bool(ask.tools)),
-        )
-
-    async def completion(self, request: Request) -> Response:
-        return await self._answers.answered(
-            request, CompletionBody.read_chat, lambda chat, _, model: OpenAIResponse(False, model, chat.usage)
-        )
+    def routes(self) -> list[Route]:
+        return [
+            self._answers.route("/v1/chat/completions", ChatBody.read_chat, OpenAIResponse),
+            self._answers.route("/v1/completions", CompletionBody.read_chat, OpenAIResponse),
+            Route("/v1/models", self.models),
+            Route("/v1/models/", self.models),
+            Route("/v1/models/{name:path}", self.model),
+            Route("/v1/embeddings", self.embed, methods=["POST"]),
+        ]
 
     async def models(self, request: Request) -> Response:
         """`GET /v1/models`, also in the form of Anthropic, whose clients send the version of its API."""

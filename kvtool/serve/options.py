@@ -37,12 +37,6 @@ class ServeOptions(Options, sections=("serve",), group="Limits and log"):
     port: int = option(
         8321, "Port to listen on; 0 takes a free one.", group=ADDRESS, setting="serve_port", lowest=0, highest=65535
     )
-    tls_cert: Path | None = option(
-        None, "Certificate chain (PEM), for https.", group=ADDRESS, metavar="FILE", unit="path"
-    )
-    tls_key: Path | None = option(
-        None, "Private key of the certificate (PEM).", group=ADDRESS, metavar="FILE", unit="path"
-    )
     socket: bool = option(
         True, "Let this user's `kvtool query` use the model by a local socket.", group=ADDRESS, setting="serve_socket"
     )
@@ -94,9 +88,6 @@ class ServeOptions(Options, sections=("serve",), group="Limits and log"):
         5 * 10**8, "Memory for conversations that may continue; 0 keeps none.", unit="size", lowest=0, instead="500MB"
     )
 
-    root: tuple[Path, ...] = option(
-        (), "Let clients ingest files below this folder.", group=DOCUMENTS, metavar="FOLDER", unit="path"
-    )
     uploads: Path | None = option(
         None, "Let clients upload documents into this folder.", group=DOCUMENTS, metavar="FOLDER", unit="path"
     )
@@ -113,8 +104,6 @@ class ServeOptions(Options, sections=("serve",), group="Limits and log"):
         return is_loopback(self.host)
 
     def check(self) -> None:
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise UsageError("--tls-cert and --tls-key belong together", "give both files, or neither")
         if self.learn and not self.spot:
             raise UsageError("--learn finds passages in messages, and --no-spot does not look there", "leave one out")
         if self.key:

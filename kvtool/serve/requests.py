@@ -9,9 +9,19 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 from pydantic import ValidationInfo as Info
 from pydantic_core import PydanticCustomError
 
@@ -20,8 +30,7 @@ from kvtool.core.errors import UsageError, did_you_mean
 from kvtool.core.model.options import SamplingOptions
 from kvtool.core.options.option import options_of
 from kvtool.core.query.options import QueryOptions
-from kvtool.serve.tools import parsed_json
-from kvtool.serve.wire import LONGEST_NAME, LONGEST_TEXT, MOST_NAMES, Refusal
+from kvtool.serve.wire import LONGEST_NAME, LONGEST_TEXT, MOST_NAMES, Refusal, parsed_json
 
 IGNORED = frozenset(
     # the client and its account
@@ -114,6 +123,14 @@ def as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def number_of(text: str) -> Any:
+    """Return a number of a query string; what is none, as it is."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
+
+
 Name = Annotated[str, Field(max_length=LONGEST_NAME)]
 Text = Annotated[str, Field(max_length=LONGEST_TEXT)]
 Names = Annotated[list[Name], BeforeValidator(as_list), Field(max_length=MOST_NAMES)]
@@ -199,36 +216,27 @@ def _accept(value: Any, info: Info) -> Any:
 Option = Annotated[Any, AfterValidator(_accept)]
 
 
-class KvtoolOptions(StrictPart):
-    """The field `kvtool`: options of a question that clients may set. None names a file or a model of this machine."""
-
+class _KvtoolFields(StrictPart):
     documents: Names = []
     chunks: Names = []
     spot: bool = True
     strict: bool | None = None
-    fusion: Option = None
-    ratio: Option = None
-    link_tokens: Option = None
-    link: Option = None
-    shift: Option = None
-    level: Option = None
-    max_loss: Option = None
-    top_k: Option = None
-    source: Option = None
-    retriever: Option = None
-    order: Option = None
-    min_score: Option = None
-    stop_repeats: Option = None
-    cite: Option = None
-    verify: Option = None
-    explain: Option = None
-    defer: Option = None
-    defer_first: Option = None
-    defer_threshold: Option = None
-    slo_ms: Option = None
 
     def options(self) -> dict[str, Any]:
         return self.model_dump(exclude_unset=True, exclude={"documents", "chunks", "spot", "strict"})
+
+
+# Options of a question that clients may set. None names a file or a model of this machine.
+_OPTIONS: dict[str, Any] = dict.fromkeys(
+    "fusion ratio link_tokens link shift level max_loss top_k source retriever order min_score stop_repeats cite "
+    "verify explain defer defer_first defer_threshold slo_ms".split(),
+    (Option, None),
+)
+_Fields: Any = create_model("_Fields", __base__=_KvtoolFields, **_OPTIONS)
+
+
+class KvtoolOptions(_Fields):
+    """The field `kvtool`."""
 
 
 # ---- texts, tools and schemas ----

@@ -9,18 +9,18 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from kvtool.core.errors import KvtoolError
-from kvtool.core.query.options import QueryOptions
 from kvtool.serve import requests
-from kvtool.serve.answers import Answers, Dialect, about, cached_tokens
+from kvtool.serve.answers import Answers, Dialect, about, server_event
 from kvtool.serve.chat import Chat, Message, OpenAIQuestion, call_message, result_message
-from kvtool.serve.job import Answer, Call, PromptTokens
+from kvtool.serve.job import Answer, Ask, Call, TokenCounts
 from kvtool.serve.wire import Refusal, body_of
 
 _ECHOED = (
@@ -101,13 +101,18 @@ class ResponsesBody(OpenAIQuestion):
 # ---- remembered responses ----
 
 
-@dataclass(frozen=True, slots=True)
-class Exchange:
+class ItemsQuery(requests.Part):
+    order: Literal["asc", "desc"] = "desc"
+    limit: Annotated[int, BeforeValidator(requests.number_of), Field(ge=1, le=999)] = 20
+    after: requests.Name = ""
+
+
+class Exchange(NamedTuple):
     """A response that is remembered: the messages up to it and its own, the items of its input, and its object."""
 
     messages: Sequence[Message]
-    input: Sequence[dict[str, Any]]
-    response: dict[str, Any]
+    items: Sequence[dict[str, Any]]
+    response: Mapping[str, Any]
 
 
 class Remembered:
@@ -118,12 +123,12 @@ class Remembered:
         self._held: OrderedDict[tuple[str, str], str] = OrderedDict()
 
     def keep(self, owner: str, name: str, exchange: Exchange) -> None:
-        self._held[owner, name] = text = json.dumps([exchange.messages, exchange.input, exchange.response])
+        self._held[owner, name] = text = json.dumps(exchange)
         self._bytes += len(text)
         while self._bytes > self._limit:
             self._bytes -= len(self._held.popitem(last=False)[1])
 
-    def exchange(self, owner: str, name: str, param: str | None = None) -> Exchange:
+    def find(self, owner: str, name: str, param: str | None = None) -> Exchange:
         if (text := self._held.get((owner, name))) is None:
             hint = "send all messages as `input`; the server remembers responses until it ends, unless store is false"
             raise Refusal(404, "previous_response_not_found", f"there is no response {name!r}", hint, param)
@@ -132,7 +137,7 @@ class Remembered:
         return Exchange([Message(*each) for each in messages], items, response)
 
     def forget(self, owner: str, name: str) -> None:
-        self.exchange(owner, name)
+        self.find(owner, name)
         self._bytes -= len(self._held.pop((owner, name)))
 
 
@@ -150,11 +155,12 @@ def _item(item: Any, name: str) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class ResponsesResponse(Dialect):
-    asked: Mapping[str, Any]
-    options: QueryOptions
+    chat: Chat
+    ask: Ask
     model: str
-    id: str
-    keep: Callable[[Answer, dict[str, Any]], None]
+    asked: Mapping[str, Any]
+    keep: Callable[[str, Exchange], None]
+    id: str = field(default_factory=lambda: secrets.token_hex(16))
     created: int = field(default_factory=lambda: int(time.time()))
     _said: str = ""
     _number: int = 0
@@ -168,10 +174,13 @@ class ResponsesResponse(Dialect):
         own["completed_at"] = None if cut else int(time.time())
         reason = {"reason": "max_output_tokens"} if cut else None
         own |= {"incomplete_details": reason, "usage": _usage(answer), "kvtool": about(answer)}
-        self.keep(answer, own)
+        if self.asked.get("store") is not False:
+            given = enumerate(_items_of(self.asked["input"]))
+            items = [_item(item, f"{number}_{self.id}") for number, item in given]
+            self.keep(own["id"], Exchange(_continued(self.chat.messages, answer), items, own))
         return own
 
-    def beginning(self, prompt: PromptTokens) -> Iterator[str]:
+    def beginning(self, prompt: TokenCounts) -> Iterator[str]:
         for name in ("created", "in_progress"):
             yield self._event(f"response.{name}", response=self._object("in_progress", []))
 
@@ -216,7 +225,7 @@ class ResponsesResponse(Dialect):
     def _event(self, kind: str, **values: Any) -> str:
         value = {"type": kind, "sequence_number": self._number, **values}
         self._number += 1
-        return f"event: {kind}\ndata: {json.dumps(value, ensure_ascii=False)}\n\n"
+        return server_event(value, kind)
 
     def _item(self, text: str, cut: bool | None) -> dict[str, Any]:
         status = "in_progress" if cut is None else "incomplete" if cut else "completed"
@@ -225,7 +234,7 @@ class ResponsesResponse(Dialect):
 
     def _object(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
         echoed = {name: self.asked.get(name) for name in _ECHOED}
-        echoed |= {name: getattr(self.options, name) for name in _SAMPLED}
+        echoed |= {name: getattr(self.ask.options, name) for name in _SAMPLED}
         own = {"id": f"resp_{self.id}", "object": "response", "created_at": self.created, "status": status}
         text = self.asked.get("text") or {}
         form = text.get("format") or {"type": "text"}
@@ -261,13 +270,13 @@ def _part(text: str) -> dict[str, Any]:
 
 
 def _usage(answer: Answer) -> dict[str, Any]:
-    tokens = answer.facts["tokens"]
+    tokens = answer.tokens
     return {
-        "input_tokens": tokens["prompt"],
-        "input_tokens_details": {"cached_tokens": cached_tokens(answer), "cache_write_tokens": 0},
-        "output_tokens": tokens["generated"],
+        "input_tokens": tokens.prompt,
+        "input_tokens_details": {"cached_tokens": tokens.cached, "cache_write_tokens": 0},
+        "output_tokens": tokens.generated,
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": tokens["prompt"] + tokens["generated"],
+        "total_tokens": tokens.prompt + tokens.generated,
     }
 
 
@@ -287,28 +296,25 @@ class Responses:
     def __init__(self, answers: Answers) -> None:
         self._answers, self._remembered = answers, Remembered()
 
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/responses", self.create, methods=["POST"]),
+            Route("/v1/responses/input_tokens", self.count, methods=["POST"]),
+            Route("/v1/responses/{name}", self.show, methods=["GET"]),
+            Route("/v1/responses/{name}", self.forget, methods=["DELETE"]),
+            Route("/v1/responses/{name}/input_items", self.items),
+        ]
+
     async def create(self, request: Request) -> Response:
-        owner, name = self._answers.owner(request), secrets.token_hex(16)
-        value = await body_of(request)
-        messages: list[Message] = []
+        owner, value = self._answers.owner(request), await body_of(request)
+        begin = partial(ResponsesResponse, asked=value, keep=partial(self._remembered.keep, owner))
+        return await self._answers.answered(request, partial(self._read, owner), begin, value)
 
-        def keep(answer: Answer, response: dict[str, Any]) -> None:
-            if value.get("store") is not False:
-                items = [_item(item, f"{number}_{name}") for number, item in enumerate(_items_of(value["input"]))]
-                self._remembered.keep(owner, f"resp_{name}", Exchange(_continued(messages, answer), items, response))
-
-        return await self._answers.answered(
-            request,
-            partial(self._read, owner, messages),
-            lambda _, ask, model: ResponsesResponse(value, ask.options, model, name, keep),
-            value,
-        )
-
-    def _read(self, owner: str, messages: list[Message], value: Mapping[str, Any]) -> Chat:
-        """Read a request, and add its messages to `messages`, after those of an earlier response."""
-        body = ResponsesBody.read(value)
+    def _read(self, owner: str, value: Mapping[str, Any]) -> Chat:
+        """Read a request; its messages follow those of an earlier response."""
+        body, messages = ResponsesBody.read(value), list[Message]()
         if before := body.previous_response_id:
-            messages += self._remembered.exchange(owner, before, "previous_response_id").messages
+            messages += self._remembered.find(owner, before, "previous_response_id").messages
         given = enumerate(body.input)
         messages += [each.message(f"input.{number}") for number, each in given if each.type != "reasoning"]
         if (count := len(messages)) > requests.MOST_MESSAGES:
@@ -318,36 +324,28 @@ class Responses:
 
     async def count(self, request: Request) -> Response:
         value, owner = await body_of(request), self._answers.owner(request)
-        tokens = await self._answers.count(value, partial(self._read, owner, []))
+        tokens = await self._answers.count(value, partial(self._read, owner))
         return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens})
-
-    def _exchange(self, request: Request) -> Exchange:
-        return self._remembered.exchange(self._answers.owner(request), request.path_params["name"])
 
     async def show(self, request: Request) -> Response:
         if request.query_params.get("stream", "false") != "false":
             raise Refusal(400, "unsupported", "a finished response cannot be streamed", "leave it out", "stream")
-        return JSONResponse(self._exchange(request).response)
+        return JSONResponse(self._find(request).response)
+
+    def _find(self, request: Request) -> Exchange:
+        return self._remembered.find(self._answers.owner(request), request.path_params["name"])
 
     async def items(self, request: Request) -> Response:
-        asked = request.query_params
-        order, given, after = asked.get("order", "desc"), asked.get("limit", "20"), asked.get("after")
-        items = self._exchange(request).input[:: 1 if order == "asc" else -1]
-        ids = [None, *(item["id"] for item in items)]  # the first page is after none
-        limit = int(given) if given.isdecimal() and len(given) < 4 else 0
-        valid = {"order": order in ("asc", "desc"), "limit": limit > 0, "after": after in ids}
-        for name in (name for name in valid if not valid[name]):
-            hint = "order: asc or desc; limit: 1 to 999; after: the id of an item"
-            raise Refusal(400, "wrong_value", f"{name} cannot be {asked[name]!r}", hint, name)
-        first = ids.index(after)
-        page = items[first : first + limit]
+        asked = ItemsQuery.read(request.query_params)
+        items = self._find(request).items[:: 1 if asked.order == "asc" else -1]
+        ids = ["", *(item["id"] for item in items)]  # the first page is after none
+        if asked.after not in ids:
+            raise Refusal(400, "wrong_value", f"after cannot be {asked.after!r}", "the id of an item", "after")
+        first = ids.index(asked.after)
+        page = items[first : first + asked.limit]
         ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
-        return JSONResponse({"object": "list", "data": page, "has_more": first + limit < len(items), **ends})
-
-    async def cancel(self, request: Request) -> Response:
-        self._exchange(request)
-        hint = "close the connection to end an answer"
-        raise Refusal(400, "not_background", "only a response in the background can be cancelled", hint)
+        more = first + asked.limit < len(items)
+        return JSONResponse({"object": "list", "data": page, "has_more": more, **ends})
 
     async def forget(self, request: Request) -> Response:
         name = request.path_params["name"]

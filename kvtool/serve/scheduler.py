@@ -1,4 +1,4 @@
-"""Scheduler of questions: one thread runs the model, one prompt at a time, and decodes all answers in turn."""
+"""Scheduler of questions, and the steps of each: one thread computes a prompt at a time, and decodes all answers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ENDED = "the server has ended"
 
 
 class Scheduler:
-    """Scheduler that chooses which job takes its next step (`steps.py`), in the order of a `FairQueue`.
+    """Scheduler that chooses which job takes its next step (`steps_of`), in the order of a `FairQueue`.
 
     A turn brings one prompt to its first token, if an answer may begin, and then decodes one token of every answer.
     Between two layers of a prompt, tokens of the other answers are decoded, too, so that no answer waits for another

@@ -9,7 +9,6 @@ import math
 import os
 import signal
 import socket
-import ssl
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,7 +35,6 @@ class Listener:
 
     app: ASGIApp
     socket: socket.socket
-    tls: ssl.SSLContext | None = None
     path: Path | None = None
     timeout: float = 60.0
 
@@ -59,9 +57,9 @@ def bind(options: ServeOptions) -> socket.socket:
         raise KvtoolError(f"cannot listen at {options.host}:{options.port}: {why.lower()}", hint) from error
 
 
-def address_of(bound: socket.socket, tls: bool) -> str:
+def address_of(bound: socket.socket) -> str:
     host, port = bound.getsockname()[:2]
-    return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def serve(engine: Engine, listeners: Sequence[Listener], drain: float, ready: Callable[[], None], warn: Warn) -> None:
@@ -132,8 +130,6 @@ def server_of(listener: Listener, drain: float) -> uvicorn.Server:
         h11_max_incomplete_event_size=_HEADER_BYTES,
         timeout_graceful_shutdown=math.ceil(drain),
     )
-    config.load()
-    config.ssl = listener.tls
     return _Server(config)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvtool.core.errors import ModelError, StoreFormatError
 from kvtool.serve.conversations import ConversationCache
-from kvtool.serve.job import Answer, CachedConversation, Job, PromptTokens, Step
+from kvtool.serve.job import Answer, CachedConversation, Job, Step, TokenCounts
 from kvtool.serve.loaded_model import LoadedModel, describe_tools
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def steps_of(
     prepared, cached = yield from _prefill(job, model, conversations, pause)
     fused, decoder = prepared.outcome.fused, prepared.session.decoder
     cached_rows = 0 if cached is None else min(cached.rows, fused.tokens.resident)
-    job.tokens = PromptTokens(fused.tokens.prompt, fused.tokens.reused + cached_rows)
+    job.tokens = TokenCounts(fused.tokens.prompt, fused.tokens.reused + cached_rows)
     sampling, checked = replace(prepared.sampling, stop=job.ask.stop), None
     try:
         sequence = job.sequence = AnswerSequence(decoder, fused.cache, prepared.known, sampling, job.tell)

@@ -13,7 +13,7 @@ from kvtool.core.model.constraint import INSTALL, check_grammar, is_installed
 from kvtool.core.model.prompt import CALL, CALL_END
 from kvtool.core.model.template import Tools
 from kvtool.serve.job import Answer, Call
-from kvtool.serve.wire import Refusal, check_shape
+from kvtool.serve.wire import Refusal, parsed_json
 
 _LIST, _PYTHON = "[TOOL_CALLS]", "<|python_tag|>"  # of Mistral, and of Llama
 # As json.dumps writes it, so that an answer comes back as the same tokens.
@@ -144,13 +144,6 @@ def _call(own: Mapping[str, Any]) -> Call | None:
         return None
     name = own.get("name")
     return Call(name, arguments) if isinstance(name, str) and isinstance(arguments, dict) else None
-
-
-def parsed_json(text: str) -> Any:
-    check_shape(text)
-    value = json.loads(text)
-    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # raises for half a pair of surrogates, too
-    return value
 
 
 class Hold:

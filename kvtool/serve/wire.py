@@ -187,3 +187,11 @@ def check_shape(text: str) -> None:
         depth += 1 if letter in "[{" else -1
         if depth > _MAX_DEPTH:
             raise ValueError("it is nested too deep")
+
+
+def parsed_json(text: str) -> Any:
+    """Parse what a model has written. Raises ValueError."""
+    check_shape(text)
+    value = json.loads(text)
+    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # raises for half a pair of surrogates, too
+    return value

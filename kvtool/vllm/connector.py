@@ -1,4 +1,4 @@
-"""KV connector of vLLM: prompts that hold stored passages get their keys and values from a kvtool store."""
+"""KV connector of vLLM, and its metrics: prompts with stored passages get their keys and values from a kvtool store."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +22,6 @@ from kvtool.core.errors import GateError, KvtoolError, ModelError
 from kvtool.vllm.config import check_config
 from kvtool.vllm.metrics import GATE, SECONDS, PromMetrics, Stats
 from kvtool.vllm.requests import FIELD, Passages, PassageSpotter
-from kvtool.vllm.save import Save, SaveQueue, Saver
 from kvtool.vllm.worker import Comparison, Feeder, Load
 
 if TYPE_CHECKING:
@@ -38,11 +36,10 @@ _MOST_REFUSED = 3  # prompts, one after another, whose passages do not fit the m
 
 @dataclass
 class Step(KVConnectorMetadata):
-    """The work of one step of vLLM: `loads` before its forward, `comparison` and `saves` after it."""
+    """The work of one step of vLLM: `loads` before its forward, `comparison` after it."""
 
     loads: list[Load] = field(default_factory=list)
     comparison: Comparison | None = None
-    saves: list[Save] = field(default_factory=list)
 
 
 @dataclass
@@ -81,8 +78,6 @@ class KvtoolConnector(KVConnectorBase_V1):
         if role == KVConnectorRole.WORKER:
             blocks = getattr(kv_cache_config, "num_blocks", None)
             self._feeder = Feeder(config, context, self._block_size, _warn, get_tp_group(), blocks)
-        self._queue = SaveQueue(self._block_size)
-        self._saver = Saver(Path(config["store"]), self._feeder, self._block_size, _warn) if self._feeder else None
 
     # ---- in the scheduler ----
 
@@ -91,11 +86,9 @@ class KvtoolConnector(KVConnectorBase_V1):
         return self._verdict is not None and not self._verdict.passed
 
     def on_new_request(self, request: Request) -> None:
-        if not _is_plain(request):
+        if not _is_plain(request) or self._has_failed:
             return
         wish = (request.kv_transfer_params or {}).get(FIELD)
-        if self._queue.takes(request, wish) or self._has_failed:
-            return
         found = self._spotter.find(request.prompt_token_ids or (), wish)
         if found is not None:
             self._found[request.request_id] = found
@@ -124,7 +117,6 @@ class KvtoolConnector(KVConnectorBase_V1):
     def build_connector_meta(self, scheduler_output: Any) -> Step:
         step, self._due = Step(self._due), []
         self._loading.clear()
-        step.saves = self._queue.due(scheduler_output, lambda name: self._kv_cache_manager.get_block_ids(name)[0])
         for new in scheduler_output.scheduled_new_reqs if self._verdict is None else ():
             count = min(scheduler_output.num_scheduled_tokens[new.req_id], _MOST_COMPARED)
             ids = tuple(new.prompt_token_ids or ())[:count]
@@ -146,7 +138,6 @@ class KvtoolConnector(KVConnectorBase_V1):
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._found.pop(request.request_id, None)
-        self._queue.forget(request.request_id)
         return False, None
 
     # ---- in both ----
@@ -199,9 +190,6 @@ class KvtoolConnector(KVConnectorBase_V1):
     def wait_for_save(self) -> None:
         if self._step.comparison is not None and self._feeder is not None:
             self._feeder.ranks.lead(self._compare)
-        for wanted in self._step.saves:
-            assert self._saver is not None
-            self._saver.save(wanted)
 
     def _compare(self) -> None:
         assert self._step.comparison is not None
@@ -232,7 +220,7 @@ class KvtoolConnector(KVConnectorBase_V1):
         """Do nothing: all layers are filled before the forward."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Do nothing: all layers are saved after the forward."""
+        """Do nothing: a store is filled by `kvtool ingest`."""
 
 
 def _is_plain(request: Request) -> bool:

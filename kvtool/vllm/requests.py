@@ -1,4 +1,4 @@
-"""Requests of vLLM that hold stored passages: which ones, how they are fused, and the salt that vLLM caches them by.
+"""Supported configurations of vLLM, and requests that hold stored passages: how they are fused, and their salt.
 
 Blocks that were filled from a store are approximate. vLLM finds blocks again by a hash of the token ids before them;
 the salt, which goes into that hash, keeps them from requests that are computed exactly.

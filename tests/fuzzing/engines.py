@@ -35,7 +35,7 @@ from tests.fusion.making import MOE, distance
 from tests.fuzzing.checks import require
 from tests.fuzzing.lives import COUNT, StoreLife
 from tests.fuzzing.runs import Step, main
-from tests.serve.asking import ask as answer_of
+from tests.serve.conftest import ask as answer_of
 
 STEPS = (
     *(("turn", 12), ("edit", 14), ("lead_in", 7), ("instruction", 4), ("remade", 6), ("compress", 5), ("drop_raw", 3)),

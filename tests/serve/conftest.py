@@ -1,8 +1,9 @@
-"""A server of a small store in this process, and clients that ask it."""
+"""A server of a small store in this process, clients that ask it, and questions to its engine."""
 
 from __future__ import annotations
 
 import os
+import queue
 import shutil
 import socket
 import threading
@@ -15,17 +16,18 @@ from typing import Any
 
 import httpx2
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 import kvtool
+from kvtool.core.errors import KvtoolError
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import QueryOptions
+from kvtool.serve.anthropic import MessagesBody
 from kvtool.serve.app import local_app, make_app
 from kvtool.serve.auth import owners_of
-from kvtool.serve.certificate import load_certificate
 from kvtool.serve.engine import Engine
-from kvtool.serve.metrics import AccessLog
+from kvtool.serve.job import Answer, Ask, Event
+from kvtool.serve.openai import ChatBody
 from kvtool.serve.options import ServeOptions
 from kvtool.serve.server import Listener, server_of
 from kvtool.serve.unix_socket import leave, listen, socket_path
@@ -80,21 +82,17 @@ def serving(
     def warn(text: str, hint: str) -> None:
         warnings.append(text)
 
-    tls = None
-    if wanted.tls_cert is not None and wanted.tls_key is not None:
-        tls = load_certificate(wanted.tls_cert, wanted.tls_key)
     keys = None if key is None else key.splitlines()
     engine = Engine(store, ModelOptions(model=model), warn, wanted, owners_of(keys))
     bound = socket.create_server(("127.0.0.1", 0))
     if kept is not None:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, kept)
     beside = listen(socket_path(store))
-    served = Served(f"{'https' if tls else 'http'}://127.0.0.1:{bound.getsockname()[1]}", engine, warnings=warnings)
+    served = Served(f"http://127.0.0.1:{bound.getsockname()[1]}", engine, warnings=warnings)
     ingesting = IngestOptions(model=model, chunk_tokens=64, lead_in="prefix") if model else IngestOptions()
-    log = AccessLog(engine, served.log.append)
-    app = make_app(engine, wanted, asking or QueryOptions(max_tokens=8), ingesting, keys, log)
-    reached = [Listener(app, bound, tls, timeout=wanted.client_timeout)] + (
-        [Listener(local_app(engine, log), beside)] if beside is not None else []
+    app = make_app(engine, wanted, asking or QueryOptions(max_tokens=8), ingesting, keys, served.log.append)
+    reached = [Listener(app, bound, timeout=wanted.client_timeout)] + (
+        [Listener(local_app(engine, served.log.append), beside)] if beside is not None else []
     )
     servers = [server_of(each, drain=1) for each in reached]
     threads = [
@@ -140,14 +138,6 @@ def of_shell(**options: Any) -> dict[str, Any]:
     return asked | {"folder": os.getcwd()}
 
 
-def metrics_in(text: str) -> dict[tuple[Any, ...], float]:
-    return {
-        (sample.name, *sorted(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
-
-
 @pytest.fixture(scope="session")
 def ready(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(shutil.copytree(built / "store", tmp_path_factory.mktemp("ready") / "store"))
@@ -171,3 +161,41 @@ def comets(tiny: Path, tmp_path: Path) -> Path:
 def served(ready: Path) -> Iterator[Served]:
     with serving(ready) as running:
         yield running
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[httpx2.Client]:
+    with served.client as client:
+        yield client
+
+
+def stream(engine: Engine, question: Ask) -> Iterator[str | Answer]:
+    """Yield the pieces of an answer, at last the complete one. Closing the iterator abandons the answer."""
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    job = engine.submit(question, events.put)
+    try:
+        while True:
+            event = events.get()
+            if isinstance(event, KvtoolError):
+                raise event
+            yield event
+            if isinstance(event, Answer):
+                return
+    finally:
+        engine.scheduler.leave(job)
+
+
+def ask(engine: Engine, question: Ask) -> Answer:
+    *_, answer = stream(engine, question)
+    assert isinstance(answer, Answer)
+    return answer
+
+
+def ask_of_chat(body: dict[str, Any], options: QueryOptions | None = None) -> Ask:
+    """The question of a body of `/v1/chat/completions`."""
+    return ChatBody.read_chat(body).ask(options or QueryOptions(), False)
+
+
+def ask_of_message(body: dict[str, Any]) -> Ask:
+    """The question of a body of `/v1/messages`."""
+    return MessagesBody.read_chat(body).ask(QueryOptions(), False)

@@ -223,11 +223,11 @@ def test_the_oldest_responses_are_forgotten() -> None:
     kept = Remembered(limit=200)
     for number in range(5):
         kept.keep("me", str(number), Exchange([Message("user", "x" * 50)], [], {}))
-    assert kept.exchange("me", "4").messages[0].text == "x" * 50
+    assert kept.find("me", "4").messages[0].text == "x" * 50
     with pytest.raises(Refusal):
-        kept.exchange("me", "0")
+        kept.find("me", "0")
     with pytest.raises(Refusal):
-        kept.exchange("you", "4")
+        kept.find("you", "4")
 
 
 def test_ollamas_other_endpoints(served: Served, expected: str) -> None:

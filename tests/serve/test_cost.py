@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest.mock import Mock, patch
 
+import httpx2
 import pytest
 
 from kvtool.core.common import spelling
@@ -119,38 +120,34 @@ def body(**more: Any) -> dict[str, Any]:
         ("/v1/embeddings", {"input": ["a"] * 3000}),
     ],
 )
-def test_what_is_too_much_is_refused_in_few_words(served: Served, path: str, value: dict[str, Any]) -> None:
-    with served.client as client:
-        answer = client.post(path, json=value)
+def test_what_is_too_much_is_refused_in_few_words(client: httpx2.Client, path: str, value: dict[str, Any]) -> None:
+    answer = client.post(path, json=value)
     assert answer.status_code in (400, 404), answer.text[:500]
     assert len(answer.content) < 20_000
 
 
-def test_what_is_just_short_enough_is_taken(served: Served) -> None:
-    with served.client as client:
-        answer = client.post(
-            CHAT, json=body(user="u" * LONGEST_NAME, metadata={"a": list(range(10_000))}, stop=["s" * 1000])
-        )
-        assert answer.status_code == 200, answer.text[:500]
-        long = client.post(CHAT, json={"messages": [{"role": "user", "content": "mill " * (LONGEST_TEXT // 5)}]})
-        assert long.status_code == 400
-        assert "the model takes" in long.json()["error"]["message"]
+def test_what_is_just_short_enough_is_taken(client: httpx2.Client) -> None:
+    answer = client.post(
+        CHAT, json=body(user="u" * LONGEST_NAME, metadata={"a": list(range(10_000))}, stop=["s" * 1000])
+    )
+    assert answer.status_code == 200, answer.text[:500]
+    long = client.post(CHAT, json={"messages": [{"role": "user", "content": "mill " * (LONGEST_TEXT // 5)}]})
+    assert long.status_code == 400
+    assert "the model takes" in long.json()["error"]["message"]
 
 
-def test_brackets_of_a_text_are_no_nesting(served: Served) -> None:
-    with served.client as client:
-        answer = client.post(
-            CHAT, json={"messages": [{"role": "user", "content": f"{QUESTION} {'[{' * 500}"}], "max_tokens": 1}
-        )
+def test_brackets_of_a_text_are_no_nesting(client: httpx2.Client) -> None:
+    answer = client.post(
+        CHAT, json={"messages": [{"role": "user", "content": f"{QUESTION} {'[{' * 500}"}], "max_tokens": 1}
+    )
     assert answer.status_code == 200, answer.text[:500]
 
 
-def test_a_long_request_is_read_beside_the_loop(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_request_is_read_beside_the_loop(client: httpx2.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     threads, parsed = list[str](), wire._parsed
     monkeypatch.setattr(wire, "_parsed", lambda data: threads.append(threading.current_thread().name) or parsed(data))
-    with served.client as client:
-        for metadata in ("short", "long" * 50_000):
-            assert client.post(CHAT, json=body(metadata=metadata)).status_code == 200
+    for metadata in ("short", "long" * 50_000):
+        assert client.post(CHAT, json=body(metadata=metadata)).status_code == 200
     assert [name.startswith("kvtool-brief") for name in threads] == [False, True]
 
 
@@ -172,7 +169,6 @@ def test_health_does_not_wait_for_embeddings(served: Served, monkeypatch: pytest
             assert waiting.acquire(timeout=PATIENCE)
             with served.client as other:
                 assert other.get("/health").status_code == 200
-                assert other.get("/metrics").status_code == 200
                 assert other.post(CHAT, json=body(metadata="long" * 50_000)).status_code == 200
         finally:
             go.set()

@@ -15,9 +15,9 @@ import kvtool
 from kvtool.core.ingest import storer
 from kvtool.serve.documents import _safe_name
 from kvtool.serve.wire import Refusal
-from tests.cli.working import QUESTION, write_corpus
+from tests.cli.working import QUESTION
 from tests.cli.working import kvtool as command
-from tests.serve.conftest import metrics_in, serving, turned, wait_until
+from tests.serve.conftest import serving, turned, wait_until
 
 JSON = {"Content-Type": "application/json"}
 CHAT, DOCUMENTS = "/v1/chat/completions", "/v1/documents"
@@ -87,57 +87,13 @@ def test_much_is_forgotten_only_where_that_is_said(store: Path) -> None:
         assert client.get(DOCUMENTS).json()["data"] == []
 
 
-def test_only_what_is_allowed_is_read(store: Path, built: Path, tmp_path: Path) -> None:
-    (tmp_path / "secret.md").write_text("# Secret\n\nNobody may know.")
-    root = write_corpus(tmp_path / "open", 1)
-    (root / "link.md").symlink_to(tmp_path / "secret.md")
-    with serving(store, root=(root,)) as served, served.client as client:
-        hidden = (root / ".env", root / ".git" / "config", root / "server.key", root / "Secrets.yaml")
-        (root / ".gitignore").write_text("/drafts/\n*.draft.md\n")
-        (root / "drafts").mkdir()
-        (root / "drafts" / "a.md").write_text("Not yet.")
-        (root / "b.draft.md").write_text("Not yet.")
-        hidden += (root / "drafts", root / "drafts" / "a.md", root / "b.draft.md")
-        outside = (tmp_path / "secret.md", root / ".." / "secret.md", root / "link.md", "/etc/passwd", "/nowhere")
-        for path in (*outside, *hidden):
-            assert client.post(DOCUMENTS, json={"paths": [str(path)]}).status_code == 403, path
-        assert client.post(DOCUMENTS, json={"paths": [str(root / "mill0.md")]}).json()["documents"]["added"] == 1
-        assert client.post(DOCUMENTS, json={"documents": [{"name": "a.md", "text": "b"}]}).status_code == 403
-        for wrong in ({}, {"paths": []}, {"paths": [1]}, {"files": ["a"]}):
-            assert client.post(DOCUMENTS, json=wrong).status_code == 400
-        (loop := root / "loop").symlink_to(loop)
-        for path, status in (
-            (root / "nowhere.md", 400),
-            ("a\0b", 400),
-            ("\ud800", 400),
-            ("~nobody/x", 403),
-            (loop, 400),
-        ):
-            answer = client.post(DOCUMENTS, content=json.dumps({"paths": [str(path)]}), headers=JSON)
-            assert answer.status_code == status, (path, answer.text)
-
-
-def test_what_a_root_leaves_out_is_not_read_by_naming_a_folder_in_it(store: Path, tmp_path: Path) -> None:
-    root = tmp_path / "open"
-    (root / "sub" / "drafts").mkdir(parents=True)
-    (root / ".gitignore").write_text("drafts/\n*.draft.md\n")
-    for name in ("a.md", "b.draft.md", "drafts/c.md", ".d.md"):
-        (root / "sub" / name).write_text(f"The kite is in {name}.")
-    (root / "sub" / "link.md").symlink_to(root / "sub" / ".d.md")
-    (root / "sub" / "other.md").symlink_to(root / "sub" / "drafts" / "c.md")
-    with serving(store, root=(root,)) as served, served.client as client:
-        assert client.post(DOCUMENTS, json={"paths": [str(root / "sub")]}).json()["documents"]["added"] == 1
-        listed = {row["source"] for row in client.get(DOCUMENTS).json()["data"]}
-        assert {source for source in listed if source.startswith(str(root))} == {str(root / "sub" / "a.md")}
-        for name in ("sub/link.md", "sub/other.md", "sub/drafts", "sub/b.draft.md"):
-            assert client.post(DOCUMENTS, json={"paths": [str(root / name)]}).status_code == 403
-
-
 def test_names_that_there_cannot_be_beside_others(store: Path, tmp_path: Path) -> None:
     uploads = tmp_path / "sent"
     (uploads / "folder.md").mkdir(parents=True)
     (uploads / "file.md").write_text("here")
     with serving(store, uploads=uploads) as served, served.client as client:
+        for wrong in ({}, {"documents": []}, {"documents": [1]}, {"paths": ["/etc/passwd"]}):
+            assert client.post(DOCUMENTS, json=wrong).status_code == 400
         for name in ("file.md/a.md", "folder.md", "/".join(["a" * 203] * 20)):
             answer = client.post(DOCUMENTS, json={"documents": [{"name": name, "text": "x"}]})
             assert (answer.status_code, answer.json()["error"]["code"]) == (400, "wrong_name"), answer.text
@@ -231,35 +187,21 @@ def test_an_ingest_gives_way_to_answers(store: Path, tmp_path: Path, monkeypatch
         assert done.result().json()["documents"]["added"] == 12
 
 
-def test_metrics_and_log(ready: Path) -> None:
+def test_the_log_has_a_row_for_each_request(ready: Path) -> None:
     with serving(ready, strict=True) as served, served.client as client:
         ask(client)
         ask(client, "zzyzx")
         client.get("/v1/nowhere/at/all")
-        text = client.get("/metrics").text
-        rows = served.logged(4)
-    values = metrics_in(text)
-    assert values["kvtool_requests_total", ("path", CHAT), ("status", "200")] == 1
-    assert values["kvtool_requests_total", ("path", "other"), ("status", "404")] == 1
-    assert values[("kvtool_ttft_seconds_count",)] == values[("kvtool_generation_seconds_count",)] == 1
-    assert values["kvtool_tokens_total", ("kind", "reused")] > 0
-    assert values["kvtool_chunks_total", ("status", "hit")] > 0
-    assert values["kvtool_store_bytes", ("level", "raw")] > 0
-    assert values["kvtool_read_bytes_total", ("tier", "store")] > 0
-    assert values[("kvtool_queued",)] == values[("kvtool_running",)] == 0
-    assert [(row["path"], row["status"]) for row in rows] == [
-        (CHAT, 200),
-        (CHAT, 404),
-        ("/v1/nowhere/at/all", 404),
-        ("/metrics", 200),
-    ]
+        rows = served.logged(3)
+    assert [(row["path"], row["status"]) for row in rows] == [(CHAT, 200), (CHAT, 404), ("/v1/nowhere/at/all", 404)]
     assert rows[0]["tokens"]["generated"] == 2
     assert "no chunk matches" in rows[1]["error"]
-    assert len({row["id"] for row in rows}) == 4
+    assert len({row["id"] for row in rows}) == 3
 
 
 def test_a_search_finds_what_the_command_finds(ready: Path) -> None:
     with serving(ready) as served, served.client as client:
+        assert client.post(DOCUMENTS, json={"documents": [{"name": "a.md", "text": "b"}]}).status_code == 403
         found = client.get("/v1/search", params={"q": QUESTION, "top_k": 3}).json()
         some = client.get("/v1/search", params={"q": "mill", "source": ["*mill1.md", "*mill2.md"]}).json()
         nothing = client.get("/v1/search", params={"q": "zzyzx"}).json()

@@ -162,19 +162,6 @@ def test_each_key_has_its_own(store: Path) -> None:
         assert cached(asked(served, [BRIX], key=OTHER)) > 0
 
 
-def test_metrics_are_for_the_first_key(store: Path) -> None:
-    """They count the tokens that are reused, of all keys together: whose passages were learned."""
-    for isolate, expected in ((True, [200, 403]), (False, [200, 200])):
-        with serving(store, key=BOTH, learn=True, isolate=isolate) as served:
-            urls = [served.url + path for path in ("/metrics", "/v1/models")]
-            got = [
-                [httpx2.get(url, headers={"Authorization": f"Bearer {key}"}) for key in (KEY, OTHER)] for url in urls
-            ]
-        assert [[answer.status_code for answer in answers] for answers in got] == [expected, [200, 200]]
-        assert ("kvtool_tokens" in got[0][1].text) is not isolate
-        assert ("first key" in got[0][1].text) is isolate
-
-
 def test_nothing_of_it_is_found_listed_or_named(store: Path) -> None:
     with serving(store, learn=True) as served:
         teach(served, ARNE)

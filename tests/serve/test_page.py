@@ -14,7 +14,7 @@ import pytest
 
 from kvtool.serve.engine import IngestState
 from kvtool.serve.page import STATIC
-from tests.cli.working import QUESTION, kvtool
+from tests.cli.working import QUESTION
 from tests.serve.conftest import PATIENCE, Served, serving
 
 MOST_BYTES = 150_000
@@ -86,10 +86,9 @@ def test_the_page_is_small_and_whole(stranger: httpx2.Client) -> None:
     assert {one["id"] for one in inputs} - labelled <= {"cite", "verify", "top-k", "max-tokens"}  # in their labels
 
 
-def test_the_state_needs_the_key(served: Served, stranger: httpx2.Client) -> None:
+def test_the_state_needs_the_key(served: Served, client: httpx2.Client, stranger: httpx2.Client) -> None:
     assert stranger.get("/page/state").status_code == 401
-    with served.client as client:
-        state = client.get("/page/state").json()
+    state = client.get("/page/state").json()
     assert (state["status"], state["uploads"], state["ingest"]) == ("ok", False, None)
     assert "union" in state["fusions"]
     assert state["many"] is False
@@ -101,17 +100,6 @@ def test_without_a_key_no_other_host_gets_the_page(ready: Path) -> None:
     with serving(ready, key=None) as served, httpx2.Client(base_url=served.url) as client:
         assert client.get("/").status_code == 200
         assert client.get("/", headers={"Host": "elsewhere.example"}).status_code == 403
-
-
-def test_a_reply_carries_the_map_in_spans(served: Served) -> None:
-    with served.client as client:
-        body = {"messages": ASKED, "kvtool": {"explain": True, "fusion": "epic", "link_tokens": 4}}
-        said = client.post("/v1/chat/completions", json=body).json()["kvtool"]
-    spans = [chunk["explanation"]["spans"] for chunk in said["chunks"]]
-    assert all([span["token_start"] for span in one] == [0, *(span["token_end"] for span in one[:-1])] for one in spans)
-    assert [one[-1]["token_end"] for one in spans] == [chunk["tokens"] for chunk in said["chunks"]]
-    computed = sum(span["token_end"] - span["token_start"] for one in spans for span in one if span["reason"])
-    assert computed == said["tokens"]["recomputed"] > 0
 
 
 def test_a_file_is_sent_as_it_is_and_its_ingest_is_watched(
@@ -150,30 +138,6 @@ def test_progress_is_that_of_the_running_ingest() -> None:
         events.advance(64)
         assert state.progress == {"step": "computing KV", "done": 64, "total": 300, "unit": "tokens"}
     assert state.progress is None
-
-
-def test_full_prefill_is_estimated_from_what_was_measured(
-    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is measured for it: without a speed, none is told."""
-    for file in (store / "speeds").glob("*"):
-        file.unlink()
-    with serving(store, uploads=tmp_path / "sent") as served, served.client as client:
-        client.post("/v1/chat/completions", json={"messages": ASKED})
-        assert client.get("/page/state").json()["prefill"] is None
-        text = " ".join(f"The mill number {number} grinds flour." for number in range(200))
-        sent = client.post("/v1/documents", json={"documents": [{"name": "mills.md", "text": text}]}).json()
-        assert sent["tokens"] > 1000
-        found = client.get("/page/state").json()["prefill"]
-        assert (found["source"], found["fixed"], found["key"]) == ("ingest", 0, 0)
-        assert found["row"] > 0
-    monkeypatch.setattr("kvtool.core.session.speeds.is_busy", lambda: False)  # else the speeds are not kept
-    kvtool("query", QUESTION, "--store", store, "--fusion", "auto", "--max-tokens", "1").fine()
-    with serving(store) as served, served.client as client:
-        client.post("/v1/chat/completions", json={"messages": ASKED})
-        found = client.get("/page/state").json()["prefill"]
-    assert (found["source"], {*found}) == ("passes", {"source", "fixed", "row", "key"})
-    assert found["fixed"] + found["row"] + found["key"] > 0
 
 
 def test_every_text_has_a_korean_one(stranger: httpx2.Client) -> None:

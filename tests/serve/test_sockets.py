@@ -11,6 +11,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 from kvtool.core.query.options import QueryOptions
@@ -197,10 +198,9 @@ ODD = [
 
 
 @pytest.mark.parametrize("more", [*WRONG, *ODD])
-def test_odd_values_end_in_an_answer_or_a_reason(served: Served, more: str) -> None:
+def test_odd_values_end_in_an_answer_or_a_reason(served: Served, client: httpx2.Client, more: str) -> None:
     data = more if '"messages"' in more else f'"messages": {json.dumps(body()["messages"])}, {more}'
-    with served.client as client:
-        answer = client.post(CHAT, content=f"{{{data}}}", headers={"Content-Type": "application/json"})
+    answer = client.post(CHAT, content=f"{{{data}}}", headers={"Content-Type": "application/json"})
     assert answer.status_code in (400, 404) or (more in ODD and answer.status_code == 200), answer.text
     assert answer.status_code == 200 or answer.json()["error"]["message"]
     assert "bug" not in answer.text

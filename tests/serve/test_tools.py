@@ -23,14 +23,13 @@ from kvtool.core.query.options import QueryOptions
 from kvtool.serve import tools as tools_module
 from kvtool.serve.answers import Answer
 from kvtool.serve.anthropic import MessageResponse
-from kvtool.serve.job import PromptTokens
+from kvtool.serve.job import TokenCounts
 from kvtool.serve.responses import ResponsesResponse
 from kvtool.serve.tools import Hold, with_calls
 from kvtool.serve.wire import Refusal
 from tests.cli.working import QUESTION
 from tests.families import tiny_tokenizer
-from tests.serve.asking import ask_of_chat, ask_of_message
-from tests.serve.conftest import KEY, PATIENCE, Served, serving
+from tests.serve.conftest import KEY, PATIENCE, Served, ask_of_chat, ask_of_message, serving
 
 anthropic = pytest.importorskip("anthropic")
 ollama = pytest.importorskip("ollama")
@@ -312,8 +311,8 @@ def test_events_name_the_items_of_their_response() -> None:
     """Also where full prefill has corrected a draft, of which some text was shown, to a call."""
     facts = {"tokens": {"prompt": 9, "generated": 5, "reused": 0}, "timing_ms": {}}
     answer = with_calls(Answer(CALLED, "stop", (), (), facts, 0, "", 0.0, 0.0), TOOLS)
-    response = ResponsesResponse({}, QueryOptions(), "tiny", "1", lambda *_: None)
-    told = "".join([*response.beginning(PromptTokens(9, 0)), *response.piece("Baker"), *response.end(answer)])
+    response = ResponsesResponse(None, ask_of_chat({"messages": [ASKED]}), "tiny", {"store": False}, print)  # type: ignore[arg-type]
+    told = "".join([*response.beginning(TokenCounts(9)), *response.piece("Baker"), *response.end(answer)])
     events = [json.loads(line[6:]) for line in told.splitlines() if line.startswith("data: ")]
     done = [(event["output_index"], event["item"]) for event in events if event["type"] == "response.output_item.done"]
     assert done == [*enumerate(events[-1]["response"]["output"])]
@@ -330,7 +329,7 @@ def test_a_call_that_was_cut_off_can_be_sent_again(arguments: str) -> None:
 def test_a_call_that_is_cut_off_has_empty_input_in_a_stream_of_anthropic_too() -> None:
     facts = {"tokens": {"prompt": 9, "generated": 5, "reused": 0}, "timing_ms": {}}
     answer = with_calls(Answer(f"<tool_call>\n{CALLED[:-3]}", "length", (), (), facts, 0, "", 0.0, 0.0), TOOLS)
-    response = MessageResponse("tiny")
+    response = MessageResponse(None, None, "tiny")  # type: ignore[arg-type]
     assert response.whole(answer)["content"][0]["input"] == {}
     assert '"partial_json": "{}"' in "".join(response.end(answer))
 

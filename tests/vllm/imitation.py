@@ -1,4 +1,4 @@
-"""A model with the modules that vLLM gives a family, made of a model of `transformers`, with paged caches.
+"""A model with the modules that vLLM gives a family, made of a model of `transformers`, with paged caches; and prompts.
 
 vLLM itself needs an environment of its own (test_vllm.py); what kvtool does with its modules needs none.
 """
@@ -6,10 +6,13 @@ vLLM itself needs an environment of its own (test_vllm.py); what kvtool does wit
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+
+from kvtool.core.cache.store import Store
 
 BLOCK, BLOCKS = 16, 64  # tokens of a block, and how many there are
 
@@ -137,3 +140,20 @@ class Imitation(nn.Module):
         for layer, kept in zip(self.model.layers, cache.layers, strict=True):
             keys, values = (side[0].transpose(0, 1) for side in (kept.keys, kept.values))
             layer.self_attn.attn.do_kv_cache_update(None, keys, values, layer.self_attn.attn.kv_cache, slots)
+
+
+OWN, QUESTION = (70, 71, 72, 73, 74, 75, 76), (90, 91, 92, 93, 94)  # any ids do: nothing decodes them
+
+
+def prompt_of(store: Path, first: int = 0) -> tuple[list[int], list[tuple[int, int]]]:
+    """Three chunks from number `first` on, the last one cut, and a question; and where the chunks are."""
+    with Store.open(store) as opened:
+        infos = [opened.chunk_info(ref.chunk_id) for one in opened.documents() for ref in one.chunks]
+    chunks = [info.token_ids for info in infos if info is not None and len(info.token_ids) >= 32][first : first + 3]
+    chunks[-1] = chunks[-1][:-4]
+    ids, places = list[int](), list[tuple[int, int]]()
+    for chunk in chunks:
+        ids += OWN
+        places.append((len(ids), len(ids) + len(chunk)))
+        ids += chunk
+    return [*ids, *QUESTION], places

@@ -114,7 +114,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.delitem(sys.modules, name, raising=False)
     yield importlib.import_module("kvtool.vllm.connector")
     for name in own:
-        sys.modules.pop(name)
+        sys.modules.pop(name, None)
 
 
 def connector_of(module: Any, role: str) -> Any:

@@ -19,8 +19,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from kvtool.vllm.ranks import Ranks
 from kvtool.vllm.worker import Comparison, Feeder
 from tests.cli.working import payloads
-from tests.vllm.imitation import BLOCK, Imitation
-from tests.vllm.stored import OWN, prompt_of
+from tests.vllm.imitation import BLOCK, OWN, Imitation, prompt_of
 from tests.vllm.test_vllm import FAMILIES, MODES, WIDE, Served, alike
 from tests.vllm.test_vllm import pytestmark as with_vllm
 from tests.vllm.test_worker import BLOCKS, OTHERS, WAYS, feeder_of, load_of, silent

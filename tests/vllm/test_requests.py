@@ -18,7 +18,7 @@ from kvtool.vllm import requests
 from kvtool.vllm.requests import PassageSpotter
 from kvtool.vllm.worker import Load
 from tests.cli.working import CHUNKS, kvtool
-from tests.vllm.stored import OWN, QUESTION, prompt_of
+from tests.vllm.imitation import OWN, QUESTION, prompt_of
 
 Said = list[tuple[str, str]]
 

@@ -33,8 +33,8 @@ from kvtool.core.query.prompt import plan_spotted, spotted
 from kvtool.core.session.session import Session
 from tests.cli.working import CHUNKS, kvtool, payloads, write_corpus
 from tests.families import SHAPE, filled, tiny_tokenizer
+from tests.vllm.imitation import OWN, QUESTION, prompt_of
 from tests.vllm.server import Server
-from tests.vllm.stored import OWN, QUESTION, prompt_of, records, sensitivity
 
 VLLM = os.environ.get("KVTOOL_TEST_VLLM", "")
 pytestmark = [
@@ -228,23 +228,3 @@ def test_a_killed_engine_harms_no_store_and_the_next_server_answers(qwen: Served
     with Server(VLLM, qwen.model, qwen.store, tmp_path / "log") as server:
         assert server.ask(gate)[1] == 0
         assert server.ask([*ids, 5]) == expected
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_an_ingest_through_vllm_stores_what_kvtool_computes(family: str, tmp_path: Path) -> None:
-    own, store = Served(family, tmp_path / family), tmp_path / "store"
-    code = ("ingest", own.folder / "corpus", "--store", store, "--model", own.model, *CHUNKS)
-    limits = ("--max-num-batched-tokens", "64", "--max-num-seqs", "4", "--max-model-len", "2048")
-    with Server(VLLM, own.model, store, tmp_path / "log", *limits) as vllm, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KVTOOL_HOME", str(tmp_path / "home"))
-        done = kvtool(*code, "--engine", vllm.address, "--json").fine().json
-    assert done["gate"]["passed"]
-    made, expected = records(store), records(own.store)
-    assert made.keys() == expected.keys()
-    for chunk_id, sides in expected.items():
-        for one, other in zip(made[chunk_id], sides, strict=True):
-            assert float((one - other).float().square().mean().sqrt() / other.float().square().mean().sqrt()) < 1e-3
-    moved, known = sensitivity(store), sensitivity(own.store)
-    assert moved.keys() == known.keys() != set()
-    for chunk_id, distances in known.items():
-        torch.testing.assert_close(moved[chunk_id], distances, atol=1e-2, rtol=1e-2)

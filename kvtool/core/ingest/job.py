@@ -85,10 +85,6 @@ def _run(path: Path, options: IngestOptions, job_of: Callable[[Store | None], _J
         from kvtool.core.ingest.ray_storer import check_reachable
 
         check_reachable(options.ray)
-    if options.engine:
-        from kvtool.core.ingest.engine_storer import served
-
-        served(options.engine)
     with contextlib.ExitStack() as held:
         first = None
         if is_new(path):
@@ -177,9 +173,8 @@ class _Job:
         options = self.options
         self._say_lead_in_change(store)
         identity = self.choices.identity
-        if identity.keeps_states and (options.ray or options.engine):
-            what = "chunks of a model that keeps states are computed in this process"
-            raise UsageError(what, "leave --ray and --engine out")
+        if identity.keeps_states and options.ray:
+            raise UsageError("chunks of a model that keeps states are computed in this process", "leave --ray out")
         if identity.keeps_states and self.choices.known is None:
             self.account.warn(*_NO_KV)
         self._take_files(store, writer)
@@ -304,26 +299,17 @@ class _Job:
 
     def _started_storer(self, store: Store, writer: Writer) -> Storer:
         options, choices = self.options, self.choices
-        if options.engine and choices.known is None:
-            self._keep_identity(writer)  # vLLM's connector reads it
         with self.account.phase("model_load", reported=False):
             if options.ray:
                 from kvtool.core.ingest.ray_storer import RayStorer
 
                 return RayStorer(store, writer, self.account, options, choices)
-            if not options.engine or options.engine_check:
-                self._session = self._open(store)
-            decoder = None if self._session is None else self._session.decoder
-            if options.engine:
-                from kvtool.core.ingest.engine_storer import EngineStorer
-
-                return EngineStorer(store, writer, self.account, options, choices, decoder)
+            session = self._session = self._open(store)
             from kvtool.core.ingest.storer import ChunkStorer
-        assert self._session is not None
-        assert decoder is not None
-        profile = self._session.profiles.current() if level_of(options.level).nested else None
+        decoder = session.decoder
+        profile = session.profiles.current() if level_of(options.level).nested else None
         with self.account.phase("lead_in"), decoder.turns.turn():
-            lead_ins = lead_ins_of(self._session.identity, decoder)
+            lead_ins = lead_ins_of(session.identity, decoder)
         return ChunkStorer(writer, self.account, decoder, lead_ins, options.level, profile)
 
     # ---- the model ----
@@ -339,20 +325,16 @@ class _Job:
         session = Session.open(store, self.options, identity=identity, decoder=decoder)
         self._model.decoder = session.decoder
         loaded = session.decoder.loaded
-        if not self.options.engine:  # which has said what it computes with
-            self.account.resolve(identity, loaded.files.ref, loaded.device, loaded.arithmetic.dtype)
+        self.account.resolve(identity, loaded.files.ref, loaded.device, loaded.arithmetic.dtype)
         events.status(f"{loaded.files.ref} on {loaded.device} in {loaded.arithmetic.dtype}")
         return session
 
     def _gate(self, session: Session) -> None:
-        from kvtool.core.session.gate import cross_dtype_records, gate_store
+        from kvtool.core.session.gate import gate_store
 
         with session.decoder.turns.turn():
             chunks = [chunk.ids for chunk in self._gated]
             verdict = gate_store(session.store, session.decoder, session.identity, chunks)
-            if verdict is not None and self.options.engine:
-                made = [chunk.chunk_id for chunk in self._gated]
-                verdict = cross_dtype_records(session.store, session.decoder, session.identity, verdict, made)
         if verdict is not None:
             self.account.report.gate = verdict.to_json()
             if not verdict.passed:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from kvtool.core.cache.options import LockOptions, max_size_option
 from kvtool.core.codec.levels import WHOLE
-from kvtool.core.common.urls import is_host
 from kvtool.core.corpus.options import command_error, commands_of, encoding_error, shard_error
 from kvtool.core.corpus.split import METHODS, SplitSettings
 from kvtool.core.errors import UsageError
@@ -33,12 +32,6 @@ def _check_lead_in(value: str) -> str:
     if not value.startswith("sink:") and (set(value) & set("./\\") or os.path.exists(value)):
         return ""
     return f"is no lead-in: {_LEAD_INS_SHOWN}"
-
-
-def _engine_error(value: str) -> str:
-    kind, _, place = value.partition("://")
-    fits = kind in ("http", "https") and is_host(place.removesuffix("/"))
-    return "" if fits else "is no address of a server, such as http://127.0.0.1:8000"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,22 +103,6 @@ class _WorkerOptions(Options, sections=("ingest",)):
         lowest=0,
         instead="one per GPU for a model, else one per 8 cores",
     )
-    engine: str | None = option(
-        None,
-        "Compute in vLLM on this machine, with kvtool's connector; see `kvtool help vllm`.",
-        group=WORKERS,
-        setting=False,
-        metavar="http://HOST:PORT",
-        check=_engine_error,
-        instead="in this process",
-    )
-    engine_check: bool = option(
-        True,
-        "Load the model here, too, and compare some of vLLM's chunks.",
-        group=WORKERS,
-        flag="--engine-check/--no-engine-check",
-        setting=False,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,8 +165,6 @@ class IngestOptions(
         super().check()
         if self.ray_workers and self.ray is None:
             raise UsageError("--ray-workers says how many workers of Ray, and none are asked for", "add --ray local")
-        if self.engine and self.ray:
-            raise UsageError("--engine and --ray both say where chunks are computed", "leave one out")
         commands_of(self.readers)
         lengths = [n for n in (self.min_chunk_tokens, self.chunk_tokens, self._longest) if n is not None]
         if lengths != sorted(lengths):

@@ -46,7 +46,7 @@ const REASONS = {
 };
 
 /** Show what belongs to a complete answer. `ask`: asks the same question in another way. */
-export function showFacts(article, number, answer, about, prefill, ask) {
+export function showFacts(article, number, answer, about, ask) {
   const chunks = [...about.chunks, ...(about.resident_chunks ?? [])].sort((a, b) => (b.score ?? 0) - (a.score ?? 0));
   const text = article.querySelector(".text");
   put(text, ...cited(answer, about.citations ?? [], number));
@@ -56,7 +56,7 @@ export function showFacts(article, number, answer, about, prefill, ask) {
   facts.append(...[...notes(about)].map((note) => h("p", { class: "note" }, note)));
   if (about.verified?.corrected) facts.append(draft(about.verified.draft));
   if (chunks.length) facts.append(sources(chunks, about.citations ?? [], number));
-  facts.append(work(about, prefill, ask), words(t("What do these words mean?"), WORDS));
+  facts.append(work(about, ask), words(t("What do these words mean?"), WORDS));
   article.append(facts);
 }
 
@@ -203,7 +203,7 @@ function passage(chunk, citations, number) {
 
 // ---- tokens and times ----
 
-function work(about, prefill, ask) {
+function work(about, ask) {
   const { tokens, timing_ms: timing } = about;
   const kinds = KINDS.filter(([kind]) => tokens[kind]);
   const bar = h("span", { class: "bar", "aria-hidden": "true" });
@@ -223,7 +223,7 @@ function work(about, prefill, ask) {
     "details",
     { class: "work" },
     h("summary", {}, first, bar, legend),
-    times(about, prefill, ask, (text) => put(first, text)),
+    times(about, ask, (text) => put(first, text)),
     waited && h("p", { class: "dim" }, waited),
     others && h("p", { class: "dim" }, others),
     h("p", {}, t("The prompt has {0} tokens; fusion mode: {1}.", counted(tokens.prompt), about.fusion)),
@@ -231,12 +231,12 @@ function work(about, prefill, ask) {
   );
 }
 
-/** Return the bars of the time to the first token and of full prefill: as measured, else as estimated. `tell`: shows
- *  them in a line. */
-function times(about, prefill, ask, tell) {
+/** Return the bars of the time to the first token and of full prefill, once that is measured. `tell`: shows them in a
+ *  line. */
+function times(about, ask, tell) {
   const { tokens, timing_ms: timing, verified } = about;
   const box = h("div", { class: "times", role: "group", "aria-label": t("Time to the first token") });
-  const draw = (full, how, isMeasured) => {
+  const draw = (full, how) => {
     const longest = Math.max(timing.ttft, full ?? 0, 1e-6);
     const row = (name, ms, colour) => {
       const bar = h("span", { class: `time ${colour}` });
@@ -245,38 +245,24 @@ function times(about, prefill, ask, tell) {
       return [h("span", {}, name), track, h("span", {}, seconds(ms))];
     };
     const rows = row(t("this answer"), timing.ttft, "reused");
-    if (full != null)
-      rows.push(...row(isMeasured ? t("full prefill, measured") : t("full prefill, estimated"), full, "fresh"));
+    if (full != null) rows.push(...row(t("full prefill, measured"), full, "fresh"));
     const turns = full != null && tokens.resident && t("It computes earlier turns, too.");
     put(box, ...rows, h("p", { class: "dim" }, join([verdict(timing.ttft, full), how, turns])));
-    tell(began(timing.ttft, full, isMeasured));
+    tell(began(timing.ttft, full));
   };
   if (about.fusion === "full") {
     draw(null, t("This answer is full prefill’s: nothing was reused."));
     return box;
   }
   const isMeasured = verified?.timing_ms.prefill > 0;
-  if (isMeasured) draw(verified.timing_ms.prefill + timing.retrieve, t("Measured, by the check of this answer."), true);
-  else if (prefill) draw(estimate(prefill, tokens.prompt) + timing.retrieve, HOW[prefill.source], false);
-  else draw(null, t("How long full prefill takes is not known here yet."));
+  if (isMeasured) draw(verified.timing_ms.prefill + timing.retrieve, t("Measured, by the check of this answer."));
+  else draw(null, null);
   return isMeasured ? box : h("div", {}, box, measuring(ask, draw));
 }
 
-const HOW = {
-  passes: t("Estimated from the speed of passes that was measured on this machine."),
-  ingest: t("Estimated: as many tokens at the speed of the last ingest, which is roughly right for long prompts."),
-};
-
-function estimate(prefill, rows) {
-  return prefill.fixed + prefill.row * rows + (prefill.key * rows * (rows + 1)) / 2;
-}
-
-function began(ours, full, isMeasured) {
+function began(ours, full) {
   if (full == null) return t("Began after {0}", seconds(ours));
-  const other = isMeasured
-    ? t("without the store {0} (measured)", seconds(full))
-    : t("without the store about {0}", seconds(full));
-  return t("Began after {0} · {1}", seconds(ours), other);
+  return t("Began after {0} · {1}", seconds(ours), t("without the store {0} (measured)", seconds(full)));
 }
 
 function verdict(ours, full) {
@@ -302,7 +288,7 @@ function measuring(ask, draw) {
     put(said, " ", t("Full prefill runs…"));
     try {
       for await (const event of events(await ask({ fusion: "full" }, { max_tokens: 1 }))) {
-        if (event.kvtool) draw(event.kvtool.timing_ms.ttft, measuredHow(event.kvtool.turn?.cached), true);
+        if (event.kvtool) draw(event.kvtool.timing_ms.ttft, measuredHow(event.kvtool.turn?.cached));
       }
       put(said);
       button.remove();

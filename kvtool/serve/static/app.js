@@ -51,7 +51,7 @@ async function ask(question) {
     answer = about.verified?.answer ?? answer;
     await current().catch(() => {}); // the answer is there in any case
     const again = (own, more) => post({ ...bodyOf(turns), kvtool: { ...withoutChecks(body.kvtool), ...own }, ...more });
-    nearEnd(() => showFacts(turn.article, turn.number, answer, about, state.prefill, again));
+    nearEnd(() => showFacts(turn.article, turn.number, answer, about, again));
     messages = [...turns, { role: "assistant", content: answer }];
     if (!body.kvtool.fusion) put($("fusion-server"), t("the server’s ({0})", about.fusion));
     say(t("The answer is complete."));

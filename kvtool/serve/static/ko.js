@@ -148,17 +148,11 @@ export const KO = {
   "Time to the first token": "첫 토큰까지 걸린 시간",
   "this answer": "이번 답변",
   "full prefill, measured": "전체 프리필(측정)",
-  "full prefill, estimated": "전체 프리필(추정)",
   "It computes earlier turns, too.": "이전 대화도 함께 계산한 시간입니다.",
   "This answer is full prefill’s: nothing was reused.": "이 답변은 전체 프리필로 만들었으며, 재사용한 것이 없습니다.",
   "Measured, by the check of this answer.": "이 답변을 검증하면서 측정했습니다.",
-  "How long full prefill takes is not known here yet.": "전체 프리필에 걸리는 시간은 아직 알 수 없습니다.",
-  "Estimated from the speed of passes that was measured on this machine.": "이 컴퓨터에서 측정한 속도로 추정했습니다.",
-  "Estimated: as many tokens at the speed of the last ingest, which is roughly right for long prompts.":
-    "마지막으로 문서를 추가할 때의 속도로 추정했습니다. 긴 프롬프트에서는 대체로 맞습니다.",
   "Began after {0}": "{0} 만에 답변 시작",
   "Began after {0} · {1}": "{0} 만에 답변 시작 · {1}",
-  "without the store about {0}": "저장소가 없으면 약 {0}",
   "without the store {0} (measured)": "저장소가 없으면 {0}(측정)",
   "Full prefill takes {0} times as long as this answer took.": "전체 프리필은 이 답변보다 {0}배 오래 걸립니다.",
   "Full prefill takes no longer here: a short prompt gains little from the store.":
