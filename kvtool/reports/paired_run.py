@@ -17,7 +17,6 @@ from kvtool.core.evaluate.reference import SAME, Distance, Reference
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.loader import KVSource
 from kvtool.core.fusion.options import selector_for
-from kvtool.core.fusion.plan import Plan, build_plan
 from kvtool.core.fusion.selectors import REFERENCE, SELECTORS, parameters_of_mode
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.generate import Generated
@@ -25,7 +24,6 @@ from kvtool.core.options.option import options_of
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.prompt import PromptLayout, lay_out
 from kvtool.reports.evaluation import RowsOf, name_of
-from kvtool.reports.report import NO_CONTEXT
 from kvtool.reports.summary import retrieval_recall
 
 if TYPE_CHECKING:
@@ -133,23 +131,14 @@ class PairedRun:
         del fused
         yield REFERENCE, row
         for spec in specs:
-            paired = self._without_context() if spec.mode == NO_CONTEXT else self
-            yield spec.name, paired._run(spec, reference, full_ms)
-
-    def _without_context(self) -> PairedRun:
-        alone = replace(self.asked, plan=without_chunks(self.asked.plan), hits=(), retrieve_ms=0.0)
-        return replace(self, asked=alone)
-
-    def _run(self, spec: RunSpec, reference: Reference, full_ms: float) -> Row:
-        fused, milliseconds = self._fuse(spec)
-        forced = reference.force(fused)
-        answer = forced.answer(self.options.max_tokens)
-        return self._row(fused, milliseconds, full_ms, answer, reference.answer, forced.distance)
+            fused, milliseconds = self._fuse(spec)
+            forced = reference.force(fused)
+            answer = forced.answer(self.options.max_tokens)
+            yield spec.name, self._row(fused, milliseconds, full_ms, answer, reference.answer, forced.distance)
 
     def _fuse(self, spec: RunSpec) -> tuple[Fused, float]:
         """Fuse, and time it in ms: from the question's text to the first token's id."""
-        whole = RunSpec(REFERENCE) if spec.mode == NO_CONTEXT else spec
-        selector = selector_for(whole.options(self.options), whole.mode)
+        selector = selector_for(spec.options(self.options), spec.mode)
         started = time.perf_counter()
         fused = fuse(self.decoder, self.asked.plan, selector, self.source, reserve=self.options.max_tokens)
         fused.logits.argmax().item()
@@ -173,8 +162,3 @@ class PairedRun:
             **(score(text, gold) if gold else {}),
             **distance.to_json(),
         }
-
-
-def without_chunks(plan: Plan) -> Plan:
-    prefix, *_, question = plan.segments
-    return build_plan(prefix.source, [], question.ids)

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from kvtool.core.session.session import Session
 
 RETRIEVAL = ("top_k", "retriever", "embedder", "set")  # options of a query by which chunks are found
-NO_CONTEXT = "none"  # the run of an evaluation that answers without any chunk
 QUESTIONS = "Questions"  # heading in a report's help
 
 

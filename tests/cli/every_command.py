@@ -59,7 +59,7 @@ def every_command(folder: Path, store: Path, fitted: Path, tiny: Path) -> dict[s
             "inspect": ("inspect", *there, "--json"),
             "inspect gate": ("inspect", "gate", *here, "--json"),
             "inspect codec": ("inspect", "codec", *there, "--batch", good, *schemes, "--json"),
-            "eval": ("eval", good, *here, "--runs", "reuse,epic:4", "--no-context", "--holdout", "--json"),
+            "eval": ("eval", good, *here, "--runs", "reuse,epic:4", "--json"),
             "eval --make": ("eval", folder / "made.jsonl", "--make", "1", *here, "--json"),
             "inspect deviation": ("inspect", "deviation", QUESTION, *here, "--json"),
             "inspect sparsity": ("inspect", "sparsity", "--batch", good, *here, "--json"),

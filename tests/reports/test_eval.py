@@ -12,7 +12,6 @@ from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.reply import read_batch
 from kvtool.core.session.session import Session
 from kvtool.reports import question_generation
-from kvtool.reports.summary import best
 from tests.cli.working import QUESTION, kvtool, untouched, write_batch
 
 RUNS = ("--runs", "reuse,epic:4", "--max-tokens", "6")
@@ -60,22 +59,6 @@ def test_a_source_that_the_store_has_not_is_refused_before_a_model_is_loaded(tmp
     kvtool("eval", "--make", "3", "--store", store).failed(2, "to write the questions into", "made.jsonl --make 3")
     both = kvtool("eval", "made.jsonl", "--make", "3", "--runs", "reuse,union:5%", "--store", store)
     both.failed(2, "measures nothing yet", "eval made.jsonl --runs reuse,union:5%")
-
-
-@pytest.mark.parametrize(
-    ("bounds", "run", "within_limit"),
-    [({"a": 0.04, "b": 0.01}, "a", True), ({"a": 0.5, "b": 0.04}, "b", True), ({"a": 0.5, "b": 0.4}, "b", False)],
-)
-def test_the_cheapest_that_is_near_enough_else_the_nearest(
-    bounds: dict[str, float], run: str, within_limit: bool
-) -> None:
-    runs = [
-        {"run": name, "recomputed_share": share, "kl_answer": bounds[name] / 2, "intervals": {"kl_answer": (0, high)}}
-        for share, (name, high) in enumerate(bounds.items())
-    ]
-    full = {"run": "full", "recomputed_share": 9.0, "kl_answer": 0.0, "intervals": {"kl_answer": (0, 0)}}
-    assert best([full, *runs], 0.05) == {"run": run, "within_limit": within_limit}
-    assert best([full], 0.05) == {"run": None, "within_limit": False}
 
 
 def says(monkeypatch: pytest.MonkeyPatch, *texts: str, ends: bool = True) -> None:

@@ -17,7 +17,6 @@ from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.prompt import PromptLayout
 from kvtool.core.query.reply import Request
 from kvtool.reports.paired_run import PairedRun, RunSpec, parse_run
-from kvtool.reports.report import NO_CONTEXT
 from tests.fusion.making import CHUNKS, NAMES, Case, case, new_case, plain_text, tokens
 from tests.reports.plain import past_of, run_plain
 
@@ -121,26 +120,6 @@ def plain_log_p(own: Case, ids: list[int], script: Sequence[int], past: DynamicC
     out = run_plain(own, [*ids, *script[:-1]], past)
     logits: np.ndarray = out.logits[0, len(ids) - 1 :].double().log_softmax(-1).numpy()
     return logits
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_answer_without_context_is_transformers_own(name: str) -> None:
-    """The prompt's beginning and the question, and its distance over the script of the whole prompt's answer."""
-    own, options = case(name), QueryOptions(max_tokens=6)
-    first, *_, last = own.plan().segments
-    alone = [*first.ids, *last.ids]
-    asked = PromptLayout(Request("?"), (), own.plan(holes=[1]), 5000.0)
-    rows = dict(PairedRun(own.decoder, own.source, asked, options).rows([RunSpec(NO_CONTEXT), RUNS[2]]))
-    row, whole = rows[NO_CONTEXT], scratch(own, RUNS[0], options, CHUNKS)
-    said = plain_text(name, own.dtype, tuple(alone), options.max_tokens)
-    text = own.decoder.loaded.tokenizer.decode(said, skip_special_tokens=True)
-    assert row["answer"] == text.rstrip("\ufffd").strip()  # the first bytes of a character that never came
-    full, mine = (plain_log_p(own, ids, whole.script, None) for ids in (own.plan().ids, alone))
-    assert row["kl_answer"] == pytest.approx((np.exp(full) * (full - mine)).sum(-1).mean(), abs=1e-5)
-    assert row["recomputed"] + row["fresh"] == len(alone)
-    assert (row["reused"], row["holes"]) == (0, [])
-    assert row["ttft_ms"] < 5000  # nothing is looked for
-    assert rows["reuse"]["holes"]
 
 
 def test_counts_and_holes() -> None:

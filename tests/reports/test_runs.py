@@ -7,7 +7,6 @@ from kvtool.core.fusion.options import selector_for
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.query.options import QueryOptions
 from kvtool.reports.paired_run import parse_run, parse_runs
-from kvtool.reports.summary import ordered
 
 
 def names(*texts: str) -> list[str]:
@@ -91,14 +90,7 @@ def test_the_amount_reaches_the_selector() -> None:
                 assert getattr(selector, run.knob) == run.amount
 
 
-def test_order() -> None:
-    given = ["later:1", "union:0.5", "union:0.05", "epic:100", "epic:16", "full", "reuse"]
-    assert ordered(given) == ["full", "reuse", "epic:16", "epic:100", "union:0.05", "union:0.5", "later:1"]
-
-
 def test_what_a_run_changes_reaches_its_mode() -> None:
     run = parse_run("union+shift=no+weighting=2:5%")
     expected = SELECTORS["union"](ratio=0.05, weighting=2, shift=False)
     assert selector_for(run.options(QueryOptions()), run.mode) == expected
-    given = ["union:0.15", "epic:16", "union+shift=no:0.05", "union:0.05"]
-    assert ordered(given) == ["epic:16", "union:0.05", "union:0.15", "union+shift=no:0.05"]
