@@ -6,40 +6,191 @@ import functools
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
+from typing import TYPE_CHECKING, Annotated, Any
 import typer
-
-from kvtool.cli.answers import end_answer, show_decision, show_explained, show_numbers, show_runs, show_sources
-from kvtool.cli.batch import answer_batch
-from kvtool.cli.commands import new_app
+from kvtool.cli.answers import (
+    end_answer,
+    show_decision,
+    show_end,
+    show_explained,
+    show_numbers,
+    show_runs,
+    show_sources,
+    source_line,
+)
 from kvtool.cli.keep_alive import answer_by_server, check_keep_alive, is_keep_alive_given
 from kvtool.cli.options import Question, Run, load_session, open_any_store, takes
+from kvtool.cli.out import error_json
 from kvtool.core.cache.options import LockOptions, StoreOptions
+from kvtool.core.common.sizes import counted
 from kvtool.core.common.timeline import Timeline, add_span, process_started
-from kvtool.core.errors import KvtoolError, UsageError, did_you_mean
+from kvtool.core.errors import EXIT_FAILED, EXIT_PARTIAL, GateError, KvtoolError, UsageError, did_you_mean
+from kvtool.core.evaluate.measures import MEASURES
 from kvtool.core.fusion.options import INSIDE, FusionOptions
 from kvtool.core.fusion.selectors import FUSIONS, REFERENCE
 from kvtool.core.model.options import ANSWER, ModelOptions, SamplingOptions
 from kvtool.core.options.option import Options, option
 from kvtool.core.query.options import ChunkChoice, QueryOptions
-from kvtool.core.query.reply import Request
+from kvtool.core.query.reply import Request, marked, numbers, summarise
 from kvtool.core.remote.options import RemoteOptions
 from kvtool.core.retrieval.options import RetrievalOptions
-from kvtool.serve.options import KeepOptions
+from kvtool.serve.options import KeepOptions, ServeOptions
+from typing import Annotated
+import typer
+from kvtool.cli.answers import cited, show_corrections
+from kvtool.cli.options import ManyValues, Run, open_any_store, takes
+from kvtool.core.cache.options import LockOptions, StoreOptions
+from kvtool.core.common.sizes import counted
+from kvtool.core.query.options import QueryOptions
+from kvtool.core.remote.options import RemoteOptions
 
 if TYPE_CHECKING:
+    from kvtool.core.cache.store import Store
     from kvtool.core.evaluate.audits import Audit
+    from kvtool.core.evaluate.measures import Row
     from kvtool.core.query.reply import Reply
     from kvtool.core.query.retrieve import Retrieved
+    from kvtool.core.retrieval.finder import Finder
+    from kvtool.core.session.session import Session
+    Search = Retrieved | KvtoolError
+
+
+def answer_batch(
+    run: Run,
+    store: Store,
+    finder: Finder,
+    requests: Sequence[Request],
+    options: QueryOptions,
+    modes: list[str] | None,
+    timeline: Timeline | None,
+) -> int | None:
+    from kvtool.core.session.identity import store_identity
     from kvtool.core.session.session import Session
 
+    searches = [*_search_until_found(store, finder, requests, options, timeline)]
+    if isinstance(searches[-1], KvtoolError):
+        return Batch(run, Session.open(store), options, modes).run(requests, searches)
+    options.check_of(store_identity(store), modes or ())  # before the model is loaded
+    # Modes that are compared each load for themselves.
+    memory_cache = run.get(ServeOptions).memory_cache if modes is None else None
+    session = load_session(run, store, finder, timeline, memory_cache)
+    return Batch(run, session, options, modes).run(requests, searches)
 
-app = new_app()
+
+def _search_until_found(
+    store: Store, finder: Finder, requests: Sequence[Request], options: QueryOptions, timeline: Timeline | None
+) -> Iterator[Search]:
+    """Search for each question before the model is loaded, up to the first that finds chunks."""
+    from kvtool.core.query.retrieve import retrieve
+
+    for request in requests:
+        try:
+            yield retrieve(store, finder, request, options, timeline=timeline)
+            return
+        except KvtoolError as error:
+            yield error
+
+
+class Batch:
+    def __init__(self, run: Run, session: Session, options: QueryOptions, modes: list[str] | None) -> None:
+        self._run, self._session, self._options, self._modes = run, session, options, modes
+        self._numbers: dict[str, list[Row]] = {}  # by mode, one row a question
+        self._reads = run.out.on_terminal  # else a program does
+        self._audits = modes is None and options.audit > 0
+        self._failed = self._audited = 0
+
+    def run(self, requests: Sequence[Request], searches: Sequence[Search]) -> int | None:
+        """Answer the questions. `searches`: of the first ones, from before the model was loaded."""
+        with self._run.out.progress("questions", total=len(requests), unit="questions") as bar:
+            for number, (request, search) in enumerate(zip_longest(requests, searches), 1):
+                if self._reads:
+                    self._run.out.prose(f"{request.id or number}. {request.question}")
+                self._answer_one(request, search)
+                bar.advance()
+        rows = [summarise(mode, of) for mode, of in self._numbers.items()]
+        head: dict[str, Any] = {"type": "summary", "count": len(requests) - self._failed, "failed": self._failed}
+        if self._audits:
+            head["audited"] = self._audited
+        if self._reads:
+            self._show_summary(len(requests), rows)
+        elif self._modes is not None:
+            self._run.out.json(head | {"reference": REFERENCE, "runs": rows})
+        else:
+            self._run.out.json((rows[0] if rows else {}) | head)
+        if self._failed == len(requests):
+            return EXIT_FAILED
+        return EXIT_PARTIAL if self._failed else None
+
+    def _answer_one(self, request: Request, search: Search | None) -> None:
+        labels = {"id": request.id} if request.id is not None else {}
+        try:
+            replies = self._replies_to(request, search)
+        except GateError:  # the next question would meet it, too
+            raise
+        except KvtoolError as error:
+            self._failed += 1
+            if self._reads:
+                self._run.out.prose(f"no answer: {error_json(error)['message']}\n")
+            else:
+                self._run.out.json(
+                    {"type": "error", **labels, "question": request.question, "error": error_json(error)}
+                )
+            return
+        for reply in replies:
+            self._numbers.setdefault(reply.asked_mode, []).append(numbers(reply))
+        if self._reads:
+            self._show(replies)
+        elif self._modes is not None:
+            runs = [reply.to_json() for reply in replies]
+            self._run.out.json({**labels, "question": request.question, "reference": REFERENCE, "runs": runs})
+        else:
+            self._run.out.json(labels | replies[0].to_json())
+        if self._audits:
+            self._audit(replies[0])
+
+    def _show(self, replies: list[Reply]) -> None:
+        if self._modes is not None:
+            show_runs(self._run.out, replies, title="")
+        else:
+            self._run.out.prose(marked(replies[0].answer, list(map(asdict, replies[0].citations or ()))))
+            show_end(self._run.out, replies[0].to_json())
+        self._run.out.prose(f"{source_line(replies[0].chunks)}\n")
+
+    def _show_summary(self, count: int, rows: list[dict[str, Any]]) -> None:
+        failed = f", {self._failed} without an answer" if self._failed else ""
+        audited = f", {self._audited} audited" if self._audits else ""
+        self._run.out.print(f"{counted(count, 'question')}{failed}{audited}")
+        names = [name for name in MEASURES if any(name in row for row in rows)]
+        head = ("mode", *(name.replace("_", " ") for name in names), "TTFT ms", "answer ms")
+        times = ("ttft_ms_median", "generate_ms_median")
+        cells = [(row["fusion"], *map(row.get, names), *(round(row[name]) for name in times)) for row in rows]
+        if rows:
+            self._run.out.table(head, cells)
+
+    def _audit(self, reply: Reply) -> None:
+        """Answer in full, too, where this question is drawn: the printed line is final."""
+        from kvtool.core.query.audit import audit_answer, is_audit_due
+
+        if is_audit_due(self._session, reply, self._options.audit):
+            self._audited += audit_answer(self._session, reply, self._options) is not None
+
+    def _replies_to(self, request: Request, search: Search | None) -> list[Reply]:
+        if isinstance(search, KvtoolError):
+            raise search
+        if self._modes is None:
+            from kvtool.core.query.answer import answer
+
+            return [answer(self._session, request, self._options, retrieved=search)]
+        from kvtool.core.query.audit import compare
+
+        return compare(self._session, request, self._options, self._modes, search)
+
+
 TIMELINE = "KVTOOL_TIMELINE"
 
 
@@ -51,7 +202,6 @@ class QueryFlags(Options, settings=False):
     compare: str | None = option(None, "Compare fusion modes with full recompute.", group=INSIDE, metavar="a,b,c")
 
 
-@app.command(cls=Question)
 @takes(
     *(SamplingOptions, RetrievalOptions.without("source", "embedder"), FusionOptions.without("set")),
     QueryOptions.without("source", "embedder"),
@@ -64,6 +214,7 @@ class QueryFlags(Options, settings=False):
     LockOptions,
     examples=('query "Who founded the observatory?"', 'query "Who founded it?" --fusion epic --top-k 8 --explain'),
     common="fusion ratio top_k documents chunks max_tokens system batch compare explain set keep_alive store model",
+    cls=Question,
 )
 def query(
     run: Run,
@@ -229,3 +380,37 @@ def _timed() -> Iterator[Timeline | None]:
             timeline.write(path)
         except OSError as error:
             raise KvtoolError(f"the timeline {str(path)!r} cannot be written: {error.strerror}") from error
+
+
+_SHOWN = 240  # characters of a passage in a terminal
+
+
+@takes(
+    QueryOptions.some("top_k", "source", "retriever", "embedder", "offline", "set"),
+    StoreOptions,
+    RemoteOptions,
+    LockOptions,
+    examples=("search founded observatory", "search opening hours --top-k 20 --set search.min_score=0"),
+    cls=ManyValues,
+)
+def search(
+    run: Run, words: Annotated[list[str], typer.Argument(help="What to find.", metavar="WORDS...", show_default=False)]
+) -> None:
+    """Show the passages that match a question, best first. No language model is needed."""
+    from kvtool.core.query.retrieve import search
+    from kvtool.core.retrieval.finder import Finder
+
+    with open_any_store(run) as store:
+        report = search(store, Finder(store, run.out.warning), " ".join(words), run.get(QueryOptions))
+
+    def show() -> None:
+        for chunk in report.chunks:
+            text = " ".join(chunk.text.split())
+            run.out.prose(f"{chunk.score:.2f}  {cited(chunk)}")
+            run.out.prose(f"      {text[:_SHOWN]}{'…' if len(text) > _SHOWN else ''}\n")
+
+    show_corrections(run.out, report.corrections)
+    run.out.result(report.to_json(), human=show)
+    if report.chunks_omitted:
+        more = counted(report.chunks_omitted, "passage")
+        run.out.status(f"{more} more would help a question no further; --set search.min_score=0 shows all")

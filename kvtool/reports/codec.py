@@ -160,7 +160,7 @@ def _table(value: Mapping[str, Any]) -> Table:
     return Table(head, tuple(rows))
 
 
-REPORT = Report(
+CODEC = Report(
     codec,
     takes=(BatchOptions, ResumeOptions, CodecOptions, QueryOptions.some(*RETRIEVAL), ModelOptions),
     examples=(

@@ -89,7 +89,7 @@ def _measure(context: ReportContext, path: Path) -> ReportResult:
     flags, requests = context.get(RunOptions), read_batch(path)  # before torch is imported
     from kvtool.core.retrieval.finder import Places
     from kvtool.reports.evaluation import Journal, answer_open, evaluation_facts
-    from kvtool.reports.paired_run import paired_rows, parse_run, parse_runs
+    from kvtool.reports.questions import paired_rows, parse_run, parse_runs
     from kvtool.reports.summary import best, check_sources, overview
 
     identity = context.identity
@@ -188,7 +188,7 @@ def _with_interval(row: Mapping[str, Any], name: str) -> str:
 
 
 def _make(context: ReportContext, path: Path, wanted: int) -> ReportResult:
-    from kvtool.reports.question_generation import generate_questions
+    from kvtool.reports.questions import generate_questions
 
     if path.exists():
         raise UsageError(f"there is {str(path)!r} already", "name a new file for the questions that are written")
@@ -219,7 +219,7 @@ def _make(context: ReportContext, path: Path, wanted: int) -> ReportResult:
     return ReportResult("Questions", value | {"written": written}, words, exit_code=code)
 
 
-REPORT = Report(
+EVAL = Report(
     evaluate_own,
     takes=(
         *(BatchOptions.some("limit"), ResumeOptions, MakeOptions, RunOptions),

@@ -156,7 +156,7 @@ def _times(expected: Mapping[str, float] | None, even: Mapping[str, Any]) -> Ite
         )
 
 
-REPORT = Report(
+PLAN = Report(
     plan,
     takes=(ChunkChoice, QueryOptions.some(*_ASKED), ModelOptions),
     about="QUESTION",

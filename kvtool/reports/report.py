@@ -59,19 +59,6 @@ class ReportContext:
         choice = self.get(ChunkChoice)
         return Request(self.about, choice.chunks, choice.documents)
 
-    def questions(self, report: str) -> list[Request]:
-        given, choice = self.get(BatchOptions), self.get(ChunkChoice)
-        if (self.about is None) == (given.batch is None):
-            raise UsageError(
-                f"inspect {report} needs a question, or a file of them",
-                f'kvtool inspect {report} "Who founded the observatory?", or --batch FILE.jsonl',
-            )
-        if given.batch is None:
-            return [self.question(report)]
-        if choice.chunks or choice.documents:
-            raise UsageError("--batch brings its own questions and chunks", "leave --chunks and --documents out")
-        return given.requests(report)[: given.limit]
-
 
 @dataclass(frozen=True, slots=True)
 class ReportResult:

@@ -62,7 +62,7 @@ def every_command(folder: Path, store: Path, fitted: Path, tiny: Path) -> dict[s
             "eval": ("eval", good, *here, "--runs", "reuse,epic:4", "--json"),
             "eval --make": ("eval", folder / "made.jsonl", "--make", "1", *here, "--json"),
             "inspect deviation": ("inspect", "deviation", QUESTION, *here, "--json"),
-            "inspect sparsity": ("inspect", "sparsity", "--batch", good, *here, "--json"),
+            "inspect sparsity": ("inspect", "sparsity", QUESTION, *here, "--json"),
             "inspect plan": ("inspect", "plan", QUESTION, *here, "--json"),
             "inspect plan (deferred)": ("inspect", "plan", QUESTION, "--defer", *here, "--json"),
             "inspect chunk": ("inspect", "chunk", chunk, *here, "--json"),

@@ -16,7 +16,7 @@ from kvtool.core.model.generate import Generated, Sampling, first_token, generat
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.prompt import PromptLayout
 from kvtool.core.query.reply import Request
-from kvtool.reports.paired_run import PairedRun, RunSpec, parse_run
+from kvtool.reports.questions import PairedRun, RunSpec, parse_run
 from tests.fusion.making import CHUNKS, NAMES, Case, case, new_case, plain_text, tokens
 from tests.reports.plain import past_of, run_plain
 

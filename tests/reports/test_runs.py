@@ -6,7 +6,7 @@ from kvtool.core.errors import UsageError
 from kvtool.core.fusion.options import selector_for
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.query.options import QueryOptions
-from kvtool.reports.paired_run import parse_run, parse_runs
+from kvtool.reports.questions import parse_run, parse_runs
 
 
 def names(*texts: str) -> list[str]:
