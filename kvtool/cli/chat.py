@@ -16,7 +16,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from kvtool.cli.answers import cited, end_answer, show_end, show_explained, show_sources, show_verified
-from kvtool.cli.commands import new_app
 from kvtool.cli.options import ManyValues, Run, load_session, open_any_store, takes
 from kvtool.cli.out import Out, error_json
 from kvtool.core.cache.options import LockOptions, StoreOptions
@@ -377,10 +376,6 @@ class _Interrupts:
         self.is_asked = True
 
 
-app = new_app()
-
-
-@app.command(cls=ManyValues)
 @takes(
     QueryOptions.some(
         *("max_tokens", "cite", "verify", "system", "temperature", "seed", "force", "top_k", "source"),
@@ -392,6 +387,7 @@ app = new_app()
     LockOptions,
     examples=("chat", "chat --fusion epic --top-k 3"),
     common="fusion ratio top_k source level max_tokens cite system temperature store model device",
+    cls=ManyValues,
 )
 def chat(run: Run) -> int | None:
     """Hold a conversation about the stored documents."""

@@ -6,7 +6,6 @@ import sys
 from contextlib import suppress
 from dataclasses import replace
 
-from kvtool.cli.commands import new_app
 from kvtool.cli.options import ManyValues, Run, takes, tell_budget
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.codec.levels import DEFAULT_LOSSY, enough_loss, level_of, shown_loss
@@ -14,15 +13,13 @@ from kvtool.core.common.sizes import counted, shown_size
 from kvtool.core.compress.options import CompressOptions
 from kvtool.core.compress.report import CompressReport, LevelReport
 
-app = new_app()
 
-
-@app.command(cls=ManyValues)
 @takes(
     CompressOptions,
     StoreOptions,
     examples=("compress", "compress --level 3 --level 1 --drop-raw"),
     common="levels max_loss keep keep_raw chunks questions fit max_size store model device",
+    cls=ManyValues,
 )
 def compress(run: Run) -> None:
     """Make the stored KV caches several times smaller, and measure what that loses.

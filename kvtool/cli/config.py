@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtool.cli.commands import new_app
 from kvtool.cli.options import SETTINGS, Run, takes
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.urls import for_people, is_url
@@ -16,10 +15,7 @@ from kvtool.core.options.resolve import settings_of
 
 _WHAT = ("show", "plugins")
 
-app = new_app()
 
-
-@app.command()
 @takes(StoreOptions, LockOptions, ModelOptions, examples=("config", "config show --json", "config plugins"))
 def config(
     run: Run,

@@ -14,7 +14,7 @@ from kvtool.cli.commands import new_app
 from kvtool.cli.out import Out
 from kvtool.core.errors import UsageError
 
-app = new_app()
+help_app = new_app()
 
 PAGES = {  # by folder of kvtool/docs
     "guide": {
@@ -57,7 +57,7 @@ _ALSO_CALLED = {"modes": "concepts", "parameters": "concepts"}
 _PAGE_LINK = re.compile(r"\[([^]]+)\]\((?:\.\./[a-z]+/)?([a-z-]+)\.md(?:#[^)]*)?\)")
 
 
-@app.command("help")
+@help_app.command("help")
 def show_help(
     topic: Annotated[
         list[str] | None,

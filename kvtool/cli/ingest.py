@@ -1,11 +1,14 @@
-"""`kvtool ingest`: read, split, prefill, store."""
+"""`kvtool ingest`: read, split, prefill, store; `kvtool watch` does it again whenever files change."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from contextlib import closing
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
 import typer
+
 from kvtool.cli.options import Run, takes, tell_budget
 from kvtool.cli.out import error_json
 from kvtool.cli.terminal import one_line
@@ -13,25 +16,22 @@ from kvtool.core.cache.options import StoreOptions
 from kvtool.core.codec.levels import level_of, shown_loss
 from kvtool.core.common.sizes import counted
 from kvtool.core.corpus.walk import Skip
-from kvtool.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_PARTIAL, KvtoolError
-from kvtool.core.ingest.options import IngestOptions
-from kvtool.core.ingest.report import PHASES, EventLog, IngestReport
-from contextlib import closing
-from dataclasses import asdict, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
-import typer
-from kvtool.cli.options import Run, takes, tell_budget
-from kvtool.cli.terminal import one_line
-from kvtool.core.cache.options import StoreOptions
-from kvtool.core.common.sizes import counted
-from kvtool.core.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, UsageError
+from kvtool.core.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_PARTIAL,
+    EXIT_TERMINATED,
+    KvtoolError,
+    UsageError,
+)
 from kvtool.core.ingest.options import IngestOptions, WatchOptions
-from kvtool.core.ingest.report import Documents, IngestReport
+from kvtool.core.ingest.report import PHASES, Documents, EventLog, IngestReport
 from kvtool.core.options.option import options_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
     from kvtool.core.ingest.watcher import Watcher
 
 

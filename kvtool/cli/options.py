@@ -1,14 +1,11 @@
 """Options of commands: the flags that rooms declare, their parsing, and the `Run` that a command gets.
 
-A command module holds `app`, made by `new_app`, and decorates its functions with `takes`::
+A command is a function of its name, decorated with `takes`::
 
     @dataclass(frozen=True, kw_only=True)
     class QueryFlags(Options):  # what only the command line has; see core/options/option.py
         batch: Path | None = option(None, "Answer every question of a file.", group=ANSWER, setting=False)
 
-    app = new_app()
-
-    @app.command()
     @takes(QueryFlags, QueryOptions, ModelOptions, StoreOptions.some("store"), examples=('query "Who?"', …))
     def query(run: Run, question: Annotated[str, typer.Argument(help="What to ask.")]) -> None:
         \"\"\"Answer a question from the store's documents.\"\"\"
@@ -105,12 +102,15 @@ class Run:
 
 
 def takes(
-    *wanted: type[Options] | Part, examples: tuple[str, ...] = (), common: str = ""
+    *wanted: type[Options] | Part,
+    examples: tuple[str, ...] = (),
+    common: str = "",
+    cls: type[typer.core.TyperCommand] = Command,
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Give a command the flags of these options, and those of every command.
 
     `wanted`: rooms' options, or some of them, in the order of the help. `examples`: without the word `kvtool`.
-    `common`: names of the options that `--help` shows, in its order; empty: all.
+    `common`: names of the options that `--help` shows, in its order; empty: all. `cls`: how it reads its words.
     """
     chosen = _chosen(wanted)
 
@@ -136,7 +136,7 @@ def takes(
         mine = [p.replace(kind=p.KEYWORD_ONLY) for p in own.parameters.values() if p.name != "run"]
         options = [_parameter(name, option) for name, option in chosen.items()]
         options += [_parameter(name, option, hidden=True) for name, option in unused.items()]
-        command.examples, command.options, command.common = examples, chosen, common.split()  # type: ignore[attr-defined]
+        vars(command).update(examples=examples, options=chosen, common=common.split(), cls=cls)
         shared = EVERYWHERE | ({"help_all": (HELP_ALL, False)} if common else {})
         keywords = [_keyword(name, *each) for name, each in shared.items()]
         parameters = [*mine, *options, *keywords]  # for typer, which reads the signature and the annotations

@@ -1,20 +1,17 @@
-"""`kvtool ps`: the engines that `kvtool query` has left loaded."""
+"""`kvtool ps` and `kvtool stop`: list and end the engines that `kvtool query` has left loaded."""
 
 from __future__ import annotations
 
+import os
 import time
+from dataclasses import dataclass
 from typing import Any
+
 from kvtool.cli.keep_alive import EngineRecord, engines
 from kvtool.cli.options import Run, takes
-from kvtool.core.common.sizes import shown_size
-import os
-from dataclasses import dataclass
-from kvtool.cli.keep_alive import engines
-from kvtool.cli.options import Run, takes
 from kvtool.core.cache.options import STORE, StoreOptions
-from kvtool.core.common.sizes import counted
+from kvtool.core.common.sizes import counted, shown_size
 from kvtool.core.options.option import Options, option
-
 
 _HEAD = ("process", "memory", "since", "expires", "questions", "model", "store", "log")
 

@@ -1,4 +1,4 @@
-"""`kvtool query`: find, load, fuse, answer."""
+"""`kvtool query`: find, load, fuse, answer one question or a file of them; `kvtool search` only finds."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+
 import typer
+
 from kvtool.cli.answers import (
+    cited,
     end_answer,
+    show_corrections,
     show_decision,
     show_end,
     show_explained,
@@ -24,7 +28,7 @@ from kvtool.cli.answers import (
     source_line,
 )
 from kvtool.cli.keep_alive import answer_by_server, check_keep_alive, is_keep_alive_given
-from kvtool.cli.options import Question, Run, load_session, open_any_store, takes
+from kvtool.cli.options import ManyValues, Question, Run, load_session, open_any_store, takes
 from kvtool.cli.out import error_json
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.sizes import counted
@@ -40,14 +44,6 @@ from kvtool.core.query.reply import Request, marked, numbers, summarise
 from kvtool.core.remote.options import RemoteOptions
 from kvtool.core.retrieval.options import RetrievalOptions
 from kvtool.serve.options import KeepOptions, ServeOptions
-from typing import Annotated
-import typer
-from kvtool.cli.answers import cited, show_corrections
-from kvtool.cli.options import ManyValues, Run, open_any_store, takes
-from kvtool.core.cache.options import LockOptions, StoreOptions
-from kvtool.core.common.sizes import counted
-from kvtool.core.query.options import QueryOptions
-from kvtool.core.remote.options import RemoteOptions
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
@@ -57,6 +53,7 @@ if TYPE_CHECKING:
     from kvtool.core.query.retrieve import Retrieved
     from kvtool.core.retrieval.finder import Finder
     from kvtool.core.session.session import Session
+
     Search = Retrieved | KvtoolError
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvtool.cli.commands import new_app
-from kvtool.cli.options import ManyValues, Run, takes
+from kvtool.cli.options import Run, takes
 from kvtool.cli.terminal import one_line
 from kvtool.cli.transfer import export, import_, pull, push
 from kvtool.core.cache.options import LockOptions, StoreOptions, VerifyOptions
@@ -35,7 +35,7 @@ Optional = Annotated[
     list[str] | None,
     typer.Argument(metavar="PATH|GLOB|ID...", help="Documents or chunks.", show_default=False),
 ]
-app = new_app("List, check, shrink, protect and share what is stored.")
+store_app = new_app("List, check, shrink, protect and share what is stored.")
 
 
 _CHUNKS = ("chunk", "tokens", "levels", "bytes", "used", "where")
@@ -44,7 +44,7 @@ _DAY = "%Y-%m-%d"
 _DIGITS = 12  # of an id, as elsewhere; `--json` has all of them
 
 
-@app.command()
+@store_app.command()
 @takes(
     ListOptions,
     StoreOptions,
@@ -104,7 +104,7 @@ def _time(seconds: int | None, otherwise: str, form: str) -> str:
     return otherwise if seconds is None else time.strftime(form, time.localtime(seconds))
 
 
-@app.command()
+@store_app.command()
 @takes(StoreOptions, examples=("store stats", "store stats --json"))
 def stats(run: Run) -> None:
     """Show counts, sizes and the size budget."""
@@ -130,7 +130,7 @@ def _flat(value: dict[str, Any], under: str = "") -> list[tuple[str, Any]]:
     return rows
 
 
-@app.command()
+@store_app.command()
 @takes(VerifyOptions, StoreOptions, examples=("store verify", "store verify --sample 1/7"))
 def verify(run: Run) -> int | None:
     """Check stored data; with --repair, remove what is damaged."""
@@ -183,7 +183,7 @@ def _texts(run: Run, store: Store, sample: Fraction | None) -> tuple[int | None,
         return None, []
 
 
-@app.command()
+@store_app.command()
 @takes(ForgetOptions, StoreOptions, examples=("store rm notes.md --dry-run", 'store rm "drafts/*.md"'))
 def rm(run: Run, targets: Targets) -> None:
     """Remove documents, and the chunks that only they use."""
@@ -218,7 +218,7 @@ class BudgetOptions(Options, settings=False, group=WHICH):
     )
 
 
-@app.command()
+@store_app.command()
 @takes(
     PruneOptions,
     BudgetOptions,
@@ -271,7 +271,7 @@ def _show_prune(run: Run, report: PruneReport) -> None:
     run.out.print(f"{sized(report.before)} before, {would}{sized(report.after)} after")
 
 
-@app.command()
+@store_app.command()
 @takes(StoreOptions, LockOptions, examples=("store compact", "store compact --lock-wait 10m"))
 def compact(run: Run) -> None:
     """Give unused space of the store back to the disk.
@@ -296,7 +296,7 @@ class PinOptions(Options, settings=False, group=WHICH):
     remove: bool = option(False, "Let `store prune` remove these again.")
 
 
-@app.command()
+@store_app.command()
 @takes(PinOptions, StoreOptions, LockOptions, examples=("store pin handbook.md", 'store pin --remove "drafts/*.md"'))
 def pin(run: Run, targets: Optional = None) -> None:
     """Protect documents from `store prune`, or list the protected ones.
@@ -325,7 +325,6 @@ def pin(run: Run, targets: Optional = None) -> None:
     run.out.result(pins, human=show)
 
 
-app.command()(push)
-app.command()(pull)
-app.command(cls=ManyValues)(export)
-app.command("import")(import_)
+for _command in (push, pull, export):
+    store_app.command()(_command)
+store_app.command("import")(import_)

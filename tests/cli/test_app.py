@@ -19,7 +19,6 @@ import typer
 
 import kvtool
 from kvtool.cli.app import COMMANDS, SHOWN, main
-from kvtool.cli.commands import new_app
 from kvtool.cli.options import Run, takes
 from kvtool.core.errors import EXIT_PARTIAL, GateError, StoreLockedError
 from kvtool.core.query.options import QueryOptions
@@ -36,8 +35,7 @@ def run(*args: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
 
 def install(monkeypatch: pytest.MonkeyPatch, function: Any, name: str = "probe") -> None:
     made: Any = types.ModuleType(f"kvtool.cli.{name}")
-    made.app = new_app()
-    made.app.command()(function)
+    setattr(made, name, function)
     monkeypatch.setitem(sys.modules, made.__name__, made)
     monkeypatch.setitem(COMMANDS, name, "A probe.")
 
@@ -259,12 +257,9 @@ def test_streams_that_are_closed_or_full(redirect: str, code: int, said: str) ->
 
 SLEEPER = """
 import sys, time, types, kvtool.cli.app as app
-from kvtool.cli.commands import new_app
 from kvtool.cli.options import takes, Run
 made = sys.modules["kvtool.cli.probe"] = types.ModuleType("kvtool.cli.probe")
-made.app = new_app()
 app.COMMANDS["probe"] = "sleeps"
-@made.app.command()
 @takes()
 def probe(run: Run) -> None:
     try:
@@ -274,6 +269,7 @@ def probe(run: Run) -> None:
         print("cleaned up", flush=True)
         if "stubborn" in sys.argv: time.sleep(60)
         if "library" in sys.argv: sys.exit(1)
+made.probe = probe
 sys.exit(app.main(["probe"]))
 """
 
