@@ -6,9 +6,8 @@ import os
 import signal
 import sys
 import threading
-import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,26 +39,6 @@ if TYPE_CHECKING:
     from kvtool.core.query.conversation import Conversation
     from kvtool.core.query.reply import Reply
     from kvtool.core.session.session import Session
-
-
-@contextmanager
-def typed_ahead() -> Iterator[None]:
-    """Hide input typed meanwhile, which the next prompt gets; signals pass. Does nothing without a terminal."""
-    try:
-        import termios
-
-        keyboard = sys.stdin.fileno()
-        before = termios.tcgetattr(keyboard)
-    except (ImportError, AttributeError, OSError, ValueError, termios.error):  # Windows; no stdin; a pipe
-        yield
-        return
-    flags = list(before)
-    flags[3] &= ~termios.ECHO  # local modes
-    termios.tcsetattr(keyboard, termios.TCSANOW, flags)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(keyboard, termios.TCSANOW, before)
 
 
 HISTORY = "chat-history"
@@ -122,14 +101,8 @@ class TerminalLines:
 
 def _prompt_session(out: Out, **console: Any) -> PromptSession[str]:
     from prompt_toolkit import PromptSession
-    from prompt_toolkit.completion import Completer, Completion
+    from prompt_toolkit.completion import WordCompleter
     from prompt_toolkit.key_binding import KeyBindings
-
-    class Commands(Completer):
-        def get_completions(self, document: Any, complete_event: Any) -> Iterator[Completion]:
-            typed = document.text_before_cursor
-            for word in completions(typed):
-                yield Completion(word, start_position=-len(typed.rpartition(" ")[2]))
 
     keys = KeyBindings()
 
@@ -146,7 +119,7 @@ def _prompt_session(out: Out, **console: Any) -> PromptSession[str]:
         multiline=True,
         prompt_continuation="  ",
         key_bindings=keys,
-        completer=Commands(),
+        completer=WordCompleter([*COMMANDS, *(f"/mode {mode}" for mode in FUSIONS)], sentence=True),
         complete_while_typing=False,
         **console,
     )
@@ -178,19 +151,11 @@ COMMANDS = {
     "/sources": "show the passages of the last answer",
     "/explain": "show which of their tokens were recomputed, and why",
     "/reset": "start a new conversation, as the word clear does",
-    "/save": "write the conversation to a file: /save talk.md",
     "/help": "show this list",
     "/quit": "end the chat, as Ctrl-D and the words quit and exit do",
 }
 _WORDS = {"exit": "/quit", "quit": "/quit", "clear": "/reset"}  # asked as questions, they would steer later searches
 _KEYS = "Enter asks, Alt-Enter begins another line, Ctrl-C ends an answer, Ctrl-D the chat"
-
-
-def completions(typed: str) -> list[str]:
-    command, space, rest = typed.partition(" ")
-    if not space:
-        return [name for name in COMMANDS if typed and name.startswith(typed)]
-    return [mode for mode in FUSIONS if mode.startswith(rest)] if command == "/mode" else []
 
 
 class Chat:
@@ -238,7 +203,7 @@ class Chat:
     # ---- questions ----
 
     def _ask(self, question: str) -> None:
-        with typed_ahead() if self._aloud else nullcontext(), _Interrupts(self._aloud) as interrupts:
+        with _Interrupts(self._aloud) as interrupts:
             try:
                 reply = self._talk.restarting(partial(self._answer, question, interrupts), self._out.warning)
             except KeyboardInterrupt:
@@ -325,25 +290,6 @@ class Chat:
         self._talk.reset()
         self._last = None
         self._confirm("a new conversation begins")
-
-    def _save(self, name: str) -> None:
-        path = Path(name or time.strftime("chat-%Y%m%d-%H%M%S.md")).expanduser()
-        if not self._talk.said:
-            raise UsageError("nothing was said yet", "ask something first")
-        parts = [
-            f"**{turn.question}**\n\n{turn.answer}\n\n" + "".join(f"- {place}\n" for place in turn.places)
-            for turn in self._talk.said
-        ]
-        try:
-            with path.open("x", encoding="utf-8") as file:
-                file.write("\n".join(parts))
-        except FileExistsError:
-            raise UsageError(f"{path} exists", "name another file: /save NAME.md") from None
-        except OSError as error:
-            raise KvtoolError(
-                f"{path} cannot be written: {error.strerror}", "name another file: /save NAME.md"
-            ) from error
-        self._out.status(f"saved as {path}")
 
     def _help(self, _: str) -> None:
         for name, line in COMMANDS.items():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import suppress
 from dataclasses import replace
 
 from kvtool.cli.options import ManyValues, Run, takes, tell_budget
@@ -32,10 +30,6 @@ def compress(run: Run) -> None:
     tell_budget(run, options.max_size)
     report = _compress(run, options)
     run.out.report(report.to_json(), human=lambda: _show(run, options, report))
-    if options.keep_raw is None and _is_offered(report) and _agrees(run, "drop the exact records now?"):
-        made = tuple(level.level for level in report.levels)
-        report = _compress(run, replace(options, levels=made, fit=False, profile=None, keep_raw=False))
-        run.out.print(_result(report))
 
 
 def _compress(run: Run, options: CompressOptions) -> CompressReport:
@@ -43,16 +37,6 @@ def _compress(run: Run, options: CompressOptions) -> CompressReport:
 
     with run.out.job() as events:
         return run_compress(run.folder, options, events)
-
-
-def _agrees(run: Run, question: str) -> bool:
-    """Ask for a yes; False if no person can answer."""
-    if run.out.verbosity < 0 or not run.out.is_interactive:
-        return False
-    run.out.print(f"{question} [y/N] ", end="")
-    with suppress(KeyboardInterrupt):
-        return sys.stdin.readline().strip().lower() in ("y", "yes")
-    return False
 
 
 def _show(run: Run, options: CompressOptions, report: CompressReport) -> None:

@@ -22,7 +22,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -37,7 +36,6 @@ from kvtool.cli.commands import EVERYWHERE, HELP_ALL, Command
 from kvtool.cli.out import Mode, Out
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.collecting import paused_collection
-from kvtool.core.common.machine import FEATURES, lacks_avx2
 from kvtool.core.common.plugins import troubles
 from kvtool.core.common.sizes import shown_size
 from kvtool.core.common.switches import check_switches
@@ -70,14 +68,6 @@ ANYWHERE: tuple[type[Options], ...] = (StoreOptions, LockOptions, RemoteOptions,
 
 
 _DEVICE = "device"  # the option of commands that may run the model
-_OLD_CPU = "no AVX2: the model and kvtool's own kernels run at about a quarter of the speed of a CPU that has it"
-
-
-def _warn_of_old_cpu(out: Out) -> None:
-    subject, remedy = f"{FEATURES} names", f"unset {FEATURES} for all that the CPU can do"
-    if not os.environ.get(FEATURES):
-        subject, remedy = "this CPU has", "a CPU from after 2013 or `--device cuda` is faster"
-    out.warning(f"{subject} {_OLD_CPU}", f"answers are the same; {remedy}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +119,6 @@ def takes(
                 out.warning(trouble, hint)
             if _DEVICE in chosen:
                 check_switches()
-                if lacks_avx2():
-                    _warn_of_old_cpu(out)
             return function(run=run, **values)
 
         mine = [p.replace(kind=p.KEYWORD_ONLY) for p in own.parameters.values() if p.name != "run"]

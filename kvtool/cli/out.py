@@ -20,6 +20,7 @@ from typing import IO, Any, Literal
 
 from kvtool.cli.progress import (
     EVENT_EVERY_S,
+    LOG_EVERY_S,
     VERBOSE_EVERY_S,
     Bar,
     Log,
@@ -157,15 +158,10 @@ class Out:
             pass
 
     def spinning(self, words: str) -> AbstractContextManager[None]:
-        """Show a spinner on a terminal while the block runs, elsewhere lines of what takes long; nothing with --quiet,
-        and no lines with -v and --jsonl, which have their own."""
-        if self.verbosity >= 0 and can_draw(self._stderr):
-            return showing(Screen(self._stderr), words)
-        if self.verbosity != 0 or self.mode == "jsonl":
+        """Show a spinner on a terminal while the block runs; nothing with --quiet."""
+        if self.verbosity < 0 or not can_draw(self._stderr):
             return nullcontext()
-        log = Log(self._log)
-        log.start()
-        return showing(log, "working")
+        return showing(Screen(self._stderr), words)
 
     def detail(self, text: str) -> None:
         if self.verbosity >= 1:
@@ -211,37 +207,30 @@ class Out:
     def progress(self, label: str, total: float | None = None, unit: str = "tokens") -> AbstractContextManager[Bar]:
         """A bar on a terminal, else a line every half minute, every ten seconds at -v, a status event each second in
         the jsonl mode."""
-        return self._display().bar(one_line(label), total, unit)
+        return (running() or self._log()).bar(one_line(label), total, unit)
 
-    def _display(self) -> Screen | Log:
-        display = running()
-        if isinstance(display, Screen):
-            return display
+    def _log(self) -> Log:
         if self.mode == "jsonl":
-            return Log(lambda text, facts: self.status(text, **facts), EVENT_EVERY_S, EVENT_EVERY_S)
-        if self.verbosity >= 1:
-            return Log(self._log, VERBOSE_EVERY_S, VERBOSE_EVERY_S)
-        return display or Log(lambda text, facts: None)
-
-    def _log(self, text: str, facts: Mapping[str, Any]) -> None:
-        self.status(text)
+            return Log(lambda text, facts: self.status(text, **facts), EVENT_EVERY_S)
+        return Log(lambda text, facts: self.status(text), VERBOSE_EVERY_S if self.verbosity >= 1 else LOG_EVERY_S)
 
     @contextmanager
     def job(self) -> Iterator[Events]:
         """Show the events of a job: a bar for each step, from when its length is known, warnings, files by name."""
-        bars: list[Bar] = []  # that of the present step
+        bar: Bar | None = None  # that of the present step
         with ExitStack() as step_over:
 
             def step(label: str, total: int, unit: str) -> None:
+                nonlocal bar
                 step_over.close()
-                bars[:] = [step_over.enter_context(self.progress(label, total, unit))]
+                bar = step_over.enter_context(self.progress(label, total, unit))
 
             def expect(total: float) -> None:
-                for bar in bars:
+                if bar is not None:
                     bar.expect(total)
 
             def advance(count: float) -> None:
-                for bar in bars:
+                if bar is not None:
                     bar.advance(count)
 
             def say(text: str, hint: str) -> None:

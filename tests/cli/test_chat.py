@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import io
 import json
-import pty
 import signal
 import sys
-import termios
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.document import Document
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from kvtool.cli import chat as module
-from kvtool.cli.chat import COMMANDS, HISTORY, Chat, PipedLines, TerminalLines, completions, typed_ahead
+from kvtool.cli.chat import COMMANDS, HISTORY, Chat, PipedLines, TerminalLines
 from kvtool.cli.out import Out
 from kvtool.core.cache.store import Store
 from kvtool.core.common.files import data_dir
@@ -101,10 +100,9 @@ def screen(store: Path) -> Iterator[Screen]:
         yield Screen(Session.open(opened))
 
 
-def test_commands(screen: Screen, tmp_path: Path) -> None:
+def test_commands(screen: Screen) -> None:
     assert all(name in screen.says("/help") for name in COMMANDS)
     assert "nothing was answered yet" in screen.says("/sources")
-    assert "nothing was said yet" in screen.says("/save")
     assert "sources: " in screen.says(QUESTION)
     assert "mode: union" in screen.says("/mode")
     assert "earlier turns stay as they are" in screen.says("/mode reuse")
@@ -118,11 +116,6 @@ def test_commands(screen: Screen, tmp_path: Path) -> None:
     assert "reuse: first token" in again
     assert "tokens kept" in again
     assert "searched by: " in screen.says("/explain")
-    saved = tmp_path / "talk.md"
-    assert f"saved as {saved}" in screen.says(f"/save {saved}")
-    assert saved.read_text("utf-8").count("**") == 4
-    assert "exists" in screen.says(f"/save {saved}")
-    assert "cannot be written" in screen.says(f"/save {tmp_path / 'none' / 'talk.md'}")
     assert "did you mean '/reset'" in screen.says("/rest")
     assert "new conversation" in screen.says("/reset")
     assert screen.talk.tokens == 0
@@ -143,12 +136,6 @@ def test_words_that_are_commands_elsewhere_are_no_questions(screen: Screen) -> N
 def test_a_chat_says_what_it_answers_from(screen: Screen, store: Path, tiny: Path) -> None:
     screen.chat.greet(store)
     assert f"6 documents of the store {store}, answered by {tiny}" in screen.stderr.getvalue()
-
-
-def test_words_are_completed() -> None:
-    assert completions("/m") == ["/mode"]
-    assert completions("/mode e") == ["epic"]
-    assert completions("") == completions("mode") == completions("/top-k e") == []
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_chat(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,6 +203,15 @@ def test_keys() -> None:
     assert typed("\x1b[200~pasted\nlines\x1b[201~\r\x04") == ["pasted\nlines"]
 
 
+def test_commands_are_completed() -> None:
+    with create_pipe_input() as keyboard:
+        lines = TerminalLines(Out(stderr=io.StringIO()), input=keyboard, output=DummyOutput())
+        completer = lines._session.completer
+        for words, completed in (("/m", "/mode"), ("/mode e", "/mode epic"), ("mode", None)):
+            found = [each.text for each in completer.get_completions(Document(words), CompleteEvent())]
+            assert found[:1] == ([completed] if completed else [])
+
+
 def test_the_history_is_the_users_alone() -> None:
     typed("remembered\r\x04")
     file = data_dir() / HISTORY
@@ -227,27 +223,6 @@ def test_without_a_place_for_history_it_goes_on(monkeypatch: pytest.MonkeyPatch,
     (tmp_path / "file").write_text("", "utf-8")
     monkeypatch.setattr(module, "data_dir", lambda: tmp_path / "file" / "below")
     assert typed("one\r\x04") == ["one"]
-
-
-def test_what_is_typed_while_it_answers_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next prompt has it; the terminal is restored after every end of an answer."""
-    master, slave = pty.openpty()
-    with open(master, "wb", 0) as keys, open(slave, encoding="utf-8") as terminal:
-        monkeypatch.setattr("sys.stdin", terminal)
-
-        def echoes() -> bool:
-            return bool(termios.tcgetattr(terminal)[3] & termios.ECHO)
-
-        assert echoes()
-        with suppress(KeyboardInterrupt), typed_ahead():
-            assert not echoes()
-            keys.write("미리 친 말\n".encode())
-            raise KeyboardInterrupt
-        assert echoes()
-        assert terminal.readline() == "미리 친 말\n"
-    monkeypatch.setattr("sys.stdin", None)
-    with typed_ahead():
-        pass
 
 
 def test_a_query_without_a_question_chats_in_a_terminal(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,6 @@ from tests.cli.working import (
     SHORT,
     damages,
     files_below,
-    in_terminal,
     kvtool,
     process,
 )
@@ -179,22 +178,6 @@ def test_from_python_the_limit_is_the_same(plain: Path) -> None:
         with pytest.raises(UsageError, match="is not measured"):
             cache.compress("2", keep_raw=False, questions=0)
         assert cache.compress("2", keep_raw=False, questions=0, yes=True).dropped == len(chunks_in(plain))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("answer", "dropped"), [(b"y\n", True), (b"\n", False), (b"no\n", False), (b"\x04", False)])
-def test_a_terminal_is_asked(answer: bytes, dropped: bool, plain: Path) -> None:
-    kvtool("compress", "--store", plain, "--max-loss", "9").fine()
-    said = in_terminal("compress", "--store", plain, "--level", "4", "--max-loss", "9", typed=answer).fine().err
-    assert said.count("drop the exact records now? [y/N]") == 1
-    assert all(("raw" in levels_in(plain)[chunk]) != dropped for chunk in chunks_in(plain))
-    assert said.count("(was ") == 1 + dropped
-
-
-@pytest.mark.slow
-def test_a_terminal_is_not_asked_what_was_said(plain: Path) -> None:
-    done = in_terminal("compress", "--store", plain, "--max-loss", "9", "--keep-raw", typed=b"y\n")
-    assert "[y/N]" not in done.fine().err
 
 
 @pytest.mark.slow

@@ -87,44 +87,6 @@ def test_places_are_named_as_answers_name_them(tmp_path: Path, tiny: Path, monke
     assert str(tmp_path / "in") not in plan
 
 
-@pytest.fixture
-def batch(tmp_path: Path) -> Path:
-    return write_batch(
-        tmp_path / "batch.jsonl",
-        {"id": "first", "question": QUESTION, "answers": ["baker A"]},
-        {"question": "zzyzx"},
-        {"question": "And the second mill?"},
-    )
-
-
-@pytest.mark.slow
-def test_a_batch_in_a_terminal_is_for_reading(batch: Path, store: Path) -> None:
-    asked = ("query", "--batch", batch, "--store", store, *SHORT)
-    shown = on_terminal(*asked)
-    assert shown.code == 3
-    answers = [row["answer"] for row in kvtool(*asked).lines if "answer" in row]
-    first, failed, third, summary = shown.out.split("\n\n", 3)
-    assert first.startswith(f"first. {QUESTION}\n{clean(answers[0])}".rstrip())
-    assert "sources: " in first
-    assert "mill2.md:" in first
-    assert failed == "2. zzyzx\nno answer: no chunk matches the question"
-    assert third.startswith("3. And the second mill?\n")
-    assert summary.startswith("3 questions, 1 without an answer\n")
-    assert "TTFT ms" in summary
-    assert shown.err.count("cut at 4 tokens") == len(answers)
-    assert "{" not in shown.out
-    for mode in ("--json", "--jsonl"):
-        assert [row.get("type") for row in on_terminal(*asked, mode).lines] == [None, "error", None, "summary"]
-
-
-def test_a_batch_of_modes_in_a_terminal(batch: Path, store: Path) -> None:
-    shown = on_terminal("query", "--batch", batch, "--store", store, *SHORT, "--compare", "reuse,epic")
-    summary = shown.out.split("1 without an answer\n")[1]
-    assert [line.split()[0] for line in summary.splitlines() if " 0" in line] == ["full", "reuse", "epic"]
-    assert shown.out.count("\nepic: ") == 2
-    assert shown.out.count(QUESTION) == 1
-
-
 @pytest.mark.slow
 def test_modes_are_compared_within_100_columns_and_answers_stand_below(store: Path) -> None:
     modes = ["full", "blend", "infoflow", "union", "reuse"]
