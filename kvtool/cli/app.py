@@ -89,19 +89,13 @@ _SHORT_SPIN = "1000"  # iterations, some microseconds
 RESUME = "what was committed stays; run the same command again to resume"
 # Of commands that have nothing to resume.
 _LEFT = {
+    **dict.fromkeys(("mcp", "search", "ps", "config", "doctor", "help"), ""),
+    **dict.fromkeys(("chat", "inspect"), "the store is unchanged"),
     "query": "the store is unchanged; ask again",
-    "chat": "the store is unchanged",
-    "watch": "what was committed stays; the next start ingests what changed meanwhile",
-    "mcp": "",
-    "search": "",
-    "ps": "",
-    "stop": "processes exit after their current answers",
-    "inspect": "the store was not changed; what is measured with --resume FILE is kept there",
-    "eval": "the store was not changed; what is measured with --resume FILE, or written by --make, is kept there",
     "serve": "the store is unchanged; start it again",
-    "config": "",
-    "doctor": "",
-    "help": "",
+    "eval": "the store is unchanged; what is measured with --resume FILE, or written by --make, is kept there",
+    "watch": "what was committed stays; the next start ingests what changed meanwhile",
+    "stop": "processes exit after their current answers",
 }
 
 

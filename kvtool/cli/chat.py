@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import threading
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from kvtool.cli.answers import cited, end_answer, show_end, show_explained, show_sources, show_verified
+from kvtool.cli.answers import end_answer, show_end, show_sources, show_verified
 from kvtool.cli.options import ManyValues, Run, load_session, open_any_store, takes
 from kvtool.cli.out import Out, error_json
 from kvtool.core.cache.options import LockOptions, StoreOptions
-from kvtool.core.common.files import data_dir, make_folder
 from kvtool.core.common.sizes import counted
 from kvtool.core.errors import (
     EXIT_FAILED,
@@ -41,81 +38,56 @@ if TYPE_CHECKING:
     from kvtool.core.session.session import Session
 
 
-HISTORY = "chat-history"
 _PROMPT = "> "
-_PRIVATE = 0o600
 
 
-def lines_for(out: Out) -> PipedLines | TerminalLines:
-    """A terminal's lines where there is one, else those of stdin. Raises UsageError: stdin is closed."""
+def lines_for(out: Out) -> Iterator[str]:
+    """Read a terminal's lines where there is one, else those of stdin. Raises UsageError: stdin is closed."""
     if out.is_interactive:
-        return TerminalLines(out)
+        return typed_lines(out)
     if sys.stdin is None:
         raise UsageError("there is no stdin to read questions from", "start it in a terminal, or give lines on stdin")
-    return PipedLines(sys.stdin.buffer)
+    return piped_lines(sys.stdin.buffer)
 
 
-class PipedLines:
-    is_terminal = False
-
-    def __init__(self, stream: Iterable[bytes]) -> None:
-        self._stream = iter(stream)
-
-    def next(self) -> str | None:
-        """Return the next line; None: stdin has ended. Raises UsageError."""
-        for line in self._stream:
-            try:
-                text = line.decode("utf-8-sig").strip()
-            except UnicodeDecodeError as error:
-                raise UsageError("a question on stdin is not UTF-8", "convert it, such as with iconv") from error
-            if text:
-                return text
-        return None
+def piped_lines(stream: Iterable[bytes]) -> Iterator[str]:
+    for line in stream:
+        try:
+            text = line.decode("utf-8-sig").strip()
+        except UnicodeDecodeError as error:
+            raise UsageError("a question on stdin is not UTF-8", "convert it, such as with iconv") from error
+        if text:
+            yield text
 
 
-class TerminalLines:
-    """Lines typed at a prompt: Enter sends, Alt-Enter begins another line, Ctrl-C drops it, Ctrl-D ends.
+def typed_lines(out: Out, **console: Any) -> Iterator[str]:
+    """Read lines at a prompt: Enter sends, Alt-Enter begins another line, Ctrl-C drops it, Ctrl-D ends.
 
     `console`: `input` and `output` of `prompt_toolkit`; the process's own terminal without them.
     """
-
-    is_terminal = True
-
-    def __init__(self, out: Out, **console: Any) -> None:
-        self._out = out
-        self._session = _prompt_session(out, **console)
-
-    def next(self) -> str | None:
-        self._out.idle()
-        while True:
-            try:
-                text: str = self._session.prompt(_PROMPT)
-            except KeyboardInterrupt:
-                self._out.status("Ctrl-D ends the chat")
-                continue
-            except EOFError:
-                return None
-            if text.strip():
-                return text.strip()
+    session = prompt_session(**console)
+    while True:
+        out.idle()
+        try:
+            text: str = session.prompt(_PROMPT)
+        except KeyboardInterrupt:
+            out.status("Ctrl-D ends the chat")
+            continue
+        except EOFError:
+            return
+        if text.strip():
+            yield text.strip()
 
 
-def _prompt_session(out: Out, **console: Any) -> PromptSession[str]:
+def prompt_session(**console: Any) -> PromptSession[str]:
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
     from prompt_toolkit.key_binding import KeyBindings
 
     keys = KeyBindings()
-
-    @keys.add("enter")
-    def send(event: Any) -> None:
-        event.current_buffer.validate_and_handle()
-
-    @keys.add("escape", "enter")
-    def another_line(event: Any) -> None:
-        event.current_buffer.insert_text("\n")
-
+    keys.add("enter")(lambda event: event.current_buffer.validate_and_handle())
+    keys.add("escape", "enter")(lambda event: event.current_buffer.insert_text("\n"))
     return PromptSession(
-        history=_history(out),
         multiline=True,
         prompt_continuation="  ",
         key_bindings=keys,
@@ -125,31 +97,11 @@ def _prompt_session(out: Out, **console: Any) -> PromptSession[str]:
     )
 
 
-def _history(out: Out) -> Any:
-    from prompt_toolkit.history import FileHistory, InMemoryHistory
-
-    class PrivateHistory(FileHistory):
-        def store_string(self, string: str) -> None:
-            with suppress(OSError):  # a full disk ends no conversation
-                super().store_string(string)
-
-    try:
-        path = data_dir() / HISTORY
-        make_folder(path.parent)
-        os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_APPEND, _PRIVATE))
-        path.chmod(_PRIVATE)
-        return PrivateHistory(str(path))
-    except (OSError, KvtoolError) as error:
-        out.detail(f"no history is kept: {error}")
-        return InMemoryHistory()
-
-
 # Each is a method of `Chat`, except for /quit.
 COMMANDS = {
     "/mode": "set the fusion mode: /mode epic; without a name, show it",
     "/top-k": "set the number of passages per question: /top-k 3",
     "/sources": "show the passages of the last answer",
-    "/explain": "show which of their tokens were recomputed, and why",
     "/reset": "start a new conversation, as the word clear does",
     "/help": "show this list",
     "/quit": "end the chat, as Ctrl-D and the words quit and exit do",
@@ -264,27 +216,10 @@ class Chat:
         if self._aloud:
             self._out.status(f"{text} ({more})" if more else text)
 
-    def _answered_last(self) -> Reply:
+    def _sources(self, _: str) -> None:
         if self._last is None:
             raise UsageError("nothing was answered yet", "ask something first")
-        return self._last
-
-    def _sources(self, _: str) -> None:
-        reply = self._answered_last()
-        show_sources(self._out, reply.sources, passages=bool(reply.sources))
-
-    def _explain(self, _: str) -> None:
-        from kvtool.core.query.explain import explain, explain_attention
-
-        reply = self._answered_last()
-        reply.explanations = explain(reply.fused, self._session.tokenizer)
-        reply.backends = explain_attention(self._session.decoder, reply.fused)
-        show_explained(self._out, reply)
-        if reply.turn["search"] != reply.question:
-            self._out.status(f"searched by: {reply.turn['search']}")
-        if reply.resident_chunks:
-            places = ", ".join(dict.fromkeys(map(cited, reply.resident_chunks)))
-            self._out.status(f"found, and kept from earlier turns: {places}")
+        show_sources(self._out, self._last.sources, passages=bool(self._last.sources))
 
     def _reset(self, _: str) -> None:
         self._talk.reset()
@@ -351,10 +286,11 @@ def hold(run: Run) -> int | None:
         from kvtool.core.query.conversation import Conversation
 
         lines = lines_for(run.out)
-        chat = Chat(run.out, session, Conversation.over(session, options), aloud=lines.is_terminal)
+        chat = Chat(run.out, session, Conversation.over(session, options), aloud=run.out.is_interactive)
         chat.greet(run.get(StoreOptions).place)
-        while (line := lines.next()) is not None and chat.take(line):
-            pass
-    if chat.failed and not lines.is_terminal:
+        for line in lines:
+            if not chat.take(line):
+                break
+    if chat.failed and not run.out.is_interactive:
         return EXIT_PARTIAL if chat.answered else EXIT_FAILED
     return None

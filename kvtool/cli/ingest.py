@@ -35,9 +35,6 @@ if TYPE_CHECKING:
     from kvtool.core.ingest.watcher import Watcher
 
 
-_NOTICED_S = 3.0  # seconds of other work from which on they are explained
-
-
 @takes(
     IngestOptions,
     StoreOptions,
@@ -132,8 +129,8 @@ def _show(run: Run, report: IngestReport) -> None:
     run.out.print(
         f"{report.tokens:,} tokens{rate}, {report.kv_bytes / 1e6:,.1f} MB of KV, {report.seconds:.1f} s in all"
     )
-    if run.out.verbosity > 0 or is_mostly_beside(report):
-        run.out.prose(time_of(report))
+    if run.out.verbosity > 0:
+        run.out.prose(_time_of(report))
 
 
 def known_failures(report: IngestReport) -> str:
@@ -149,11 +146,7 @@ def _counted(count: int, kind: str) -> str:
     return counted(count, kind) if kind in ("image", "archive") else f"{count} {kind}"
 
 
-def is_mostly_beside(report: IngestReport) -> bool:
-    return report.tokens > 0 and sum(report.phases.values()) > max(_NOTICED_S, report.seconds / 2)
-
-
-def time_of(report: IngestReport) -> str:
+def _time_of(report: IngestReport) -> str:
     parts = [f"{report.prefill_seconds:.1f} s computing chunks"]
     parts += [f"{report.phases[name]:.1f} s {what}" for name, what in PHASES.items() if name in report.phases]
     return f"of these {', '.join(parts)}"

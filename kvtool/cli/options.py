@@ -2,14 +2,10 @@
 
 A command is a function of its name, decorated with `takes`::
 
-    @dataclass(frozen=True, kw_only=True)
-    class QueryFlags(Options):  # what only the command line has; see core/options/option.py
-        batch: Path | None = option(None, "Answer every question of a file.", group=ANSWER, setting=False)
-
-    @takes(QueryFlags, QueryOptions, ModelOptions, StoreOptions.some("store"), examples=('query "Who?"', …))
+    @takes(QueryOptions, ModelOptions, StoreOptions.some("store"), examples=('query "Who?"', …))
     def query(run: Run, question: Annotated[str, typer.Argument(help="What to ask.")]) -> None:
         \"\"\"Answer a question from the store's documents.\"\"\"
-        run.get(QueryFlags).batch, run.get(QueryOptions).ratio, run.folder
+        run.get(QueryOptions).ratio, run.folder
 
 `takes` puts in the place of the parameter `run` the flags of these options, under their groups' headings and in this
 order, then those of every command (`--json`, …). It resolves all layers before the function runs, so no command
@@ -81,6 +77,11 @@ class Run:
     @property
     def folder(self) -> Path:
         return self.get(StoreOptions).folder
+
+    def open_store(self) -> Store:
+        from kvtool.core.cache.store import Store
+
+        return Store.open(self.folder)
 
     @property
     def max_loss(self) -> float:
@@ -241,11 +242,9 @@ def is_flag(option: Any) -> bool:
 
 
 def open_any_store(run: Run) -> Store:
-    from kvtool.core.cache.store import Store
-
     place = run.get(StoreOptions).place
     if isinstance(place, Path):
-        return Store.open(place)
+        return run.open_store()
     from kvtool.core.remote.mirror import open_shared
 
     timeout = run.get(RemoteOptions).remote_timeout
@@ -286,11 +285,9 @@ def load_session(
 
 
 def tell_budget(run: Run, max_size: int | None) -> None:
-    from kvtool.core.cache.store import Store
-
     if max_size is None:
         return
-    with suppress(KvtoolError), Store.open(run.folder) as store:  # otherwise the command reports the error
+    with suppress(KvtoolError), run.open_store() as store:  # otherwise the command reports the error
         kept = store.budget()
         if kept is not None and kept != max_size:
             run.out.status(

@@ -14,10 +14,8 @@ from typing import IO, TYPE_CHECKING, Any, cast
 from kvtool.cli.terminal import SafeStream, one_line
 
 if TYPE_CHECKING:
-    from rich.live import Live
     from rich.progress import Progress as RichProgress
     from rich.progress import Task
-    from rich.spinner import Spinner
 
 PATIENCE_S = 0.2  # before a spinner is drawn
 LOG_EVERY_S, VERBOSE_EVERY_S, EVENT_EVERY_S = 30.0, 10.0, 1.0  # between two lines where nothing can be drawn
@@ -80,10 +78,10 @@ def speed_text(speed: float | None, unit: str) -> str:
     return f"{speed:,.{0 if speed >= 10 else 1 if speed >= 0.1 else 2}f} {unit}/s"
 
 
-def rich_bars(stream: SafeStream) -> RichProgress:
-    """Bars that are counted, and drawn where a `Screen` shows them."""
+def rich_bars(stream: SafeStream, is_counted: bool = True) -> RichProgress:
+    """Bars that are counted, or a spinner; drawn where a `Screen` shows them."""
     from rich.console import Console
-    from rich.progress import BarColumn, ProgressColumn, TextColumn
+    from rich.progress import BarColumn, ProgressColumn, SpinnerColumn, TextColumn
     from rich.progress import Progress as RichProgress
     from rich.text import Text
 
@@ -93,9 +91,19 @@ def rich_bars(stream: SafeStream) -> RichProgress:
         def render(self, task: Task) -> Text:
             return Text(pace_text(task) if task.fields.get("is_counting", True) else "")
 
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(12), PaceColumn())  # within 80 columns
     console = Console(file=cast(IO[str], stream), markup=False, highlight=False, emoji=False)
-    return RichProgress(*columns, console=console, speed_estimate_period=_WINDOW_S, get_time=time.monotonic)
+    words = TextColumn("{task.description}", markup=False)
+    spinner = SpinnerColumn("line" if console.options.ascii_only else "dots", style=None)
+    return RichProgress(
+        *((words, BarColumn(12), PaceColumn()) if is_counted else (spinner, words)),  # within 80 columns
+        console=console,
+        transient=True,
+        refresh_per_second=_FRAMES_PER_S,
+        redirect_stdout=is_counted,  # other libraries' words come above a bar
+        redirect_stderr=is_counted,
+        speed_estimate_period=_WINDOW_S,
+        get_time=time.monotonic,
+    )
 
 
 class Screen:
@@ -108,7 +116,7 @@ class Screen:
     def __init__(self, stream: SafeStream) -> None:
         self._stream, self._words = stream, ""
         self._bars: RichProgress | None = None
-        self._live: Live | None = None
+        self._shown: RichProgress | None = None
         self._lock = threading.RLock()
         self._is_ready = self._is_over = False
         self._timer = threading.Timer(PATIENCE_S, self._begin)
@@ -118,11 +126,10 @@ class Screen:
     def say(self, words: str, bar: Bar | None = None) -> None:
         """Name the present activity; with a bar, it is the bar's own."""
         with self._lock:
-            if self._bars is not None:
-                task = self._bars.tasks[0]
-                self._bars.update(task.id, description=one_line(words), is_counting=bar is not None)
-            else:
+            if self._bars is None:
                 self._words = one_line(words)
+            if shown := self._bars or self._shown:
+                shown.update(shown.task_ids[0], description=one_line(words), is_counting=bar is not None)
             self._draw()
 
     @contextmanager
@@ -167,38 +174,20 @@ class Screen:
             self._draw()
 
     def _draw(self) -> None:
-        is_shown = self._bars is not None or bool(self._words)
-        if self._live is not None or not is_shown or not self._is_ready or self._is_over:
+        if self._shown is not None or not self._is_ready or self._is_over or not (self._bars or self._words):
             return
-        from rich.live import Live
-        from rich.spinner import Spinner
-        from rich.text import Text
-
-        console = (self._bars or rich_bars(self._stream)).console
-        spinner = Spinner("line" if console.options.ascii_only else "dots")
-
-        def line() -> RichProgress | Spinner:
-            spinner.update(text=Text(self._words))
-            return self._bars or spinner
-
-        redirected = self._bars is not None  # other libraries' words come above a bar
-        self._live = Live(
-            get_renderable=line,
-            console=console,
-            refresh_per_second=_FRAMES_PER_S,
-            transient=True,
-            redirect_stdout=redirected,
-            redirect_stderr=redirected,
-        )
+        self._shown = self._bars or rich_bars(self._stream, is_counted=False)
+        if self._bars is None:
+            self._shown.add_task(self._words, total=None)
         with suppress(OSError, ValueError):
-            self._live.start(refresh=True)
-            console.show_cursor()  # a killed process leaves the terminal as it is
+            self._shown.start()
+            self._shown.console.show_cursor()  # a killed process leaves the terminal as it is
 
     def _clear(self) -> None:
-        live, self._live = self._live, None
-        if live is not None:
+        shown, self._shown = self._shown, None
+        if shown is not None:
             with suppress(OSError, ValueError):
-                live.stop()
+                shown.stop()
 
 
 class Log:

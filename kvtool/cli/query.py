@@ -95,7 +95,8 @@ def query(
     modes = _modes(flags.compare)
     is_piped = sys.stdin is not None and not sys.stdin.closed and not sys.stdin.isatty()
     if question is None and flags.batch is None and is_piped:
-        question = _piped(run)
+        run.out.doing("reading the question from stdin")
+        question = _from_stdin() or None
     requests = _requests(question, flags.batch, run.get(ChunkChoice))
     if modes is not None:
         options.check_comparable()
@@ -206,14 +207,6 @@ def _requests(question: str | None, batch: Path | None, choice: ChunkChoice) -> 
     if not question.strip():
         raise UsageError("the question is empty", 'kvtool query "Who founded the observatory?"')
     return [Request(question, choice.chunks, choice.documents)]
-
-
-def _piped(run: Run) -> str | None:
-    run.out.doing("reading the question from stdin")
-    question = _from_stdin()
-    if lines := question.count("\n"):
-        run.out.status(f"{lines + 1} lines are one question; `kvtool chat` and --batch answer one after another")
-    return question or None
 
 
 def _from_stdin() -> str:

@@ -52,13 +52,12 @@ _DIGITS = 12  # of an id, as elsewhere; `--json` has all of them
 )
 def ls(run: Run, targets: Optional = None) -> None:
     """List documents, or their chunks."""
-    from kvtool.core.cache.store import Store
     from kvtool.core.upkeep.listing import list_documents, listed, parse_sort
 
     options = run.get(ListOptions)
     sort = options.sort or "source"
     parse_sort(sort)  # a wrong one is reported before the store is opened
-    with Store.open(run.folder) as store, store.view():
+    with run.open_store() as store, store.view():
         documents, rows = list_documents(store, targets or (), sort, options.chunks)
         unfinished = len(store.unfinished_chunks())
 
@@ -108,10 +107,9 @@ def _time(seconds: int | None, otherwise: str, form: str) -> str:
 @takes(StoreOptions, examples=("store stats", "store stats --json"))
 def stats(run: Run) -> None:
     """Show counts, sizes and the size budget."""
-    from kvtool.core.cache.store import Store
     from kvtool.core.upkeep.inventory import sizes_of
 
-    with Store.open(run.folder) as store:
+    with run.open_store() as store:
         sizes = {"path": str(store.path)} | sizes_of(store)
     value = sizes | {"levels": level_rows(sizes["levels"])}
     run.out.result(value, human=lambda: run.out.table(("what", "value"), _flat(sizes | _in_short(sizes["prefix"]))))
@@ -136,11 +134,10 @@ def verify(run: Run) -> int | None:
     """Check stored data; with --repair, remove what is damaged."""
     from kvtool.core.cache.integrity import repair
     from kvtool.core.cache.integrity import verify as check
-    from kvtool.core.cache.store import Store
 
     options = run.get(VerifyOptions)
     sample = Fraction(options.sample) if options.sample is not None else None
-    with Store.open(run.folder) as store:
+    with run.open_store() as store:
         texts, others = _texts(run, store, sample)
         damaged = check(store, sample) + others
         left, repaired = damaged, 0
@@ -303,7 +300,6 @@ def pin(run: Run, targets: Optional = None) -> None:
 
     Chunks can be protected, too.
     """
-    from kvtool.core.cache.store import Store
     from kvtool.core.upkeep import forget
 
     remove = run.get(PinOptions).remove
@@ -313,7 +309,7 @@ def pin(run: Run, targets: Optional = None) -> None:
     elif remove:
         raise UsageError("--remove needs a document or a chunk", "`kvtool store pin` lists what is pinned")
     else:
-        with Store.open(run.folder) as store:
+        with run.open_store() as store:
             pins = store.pins()
 
     def show() -> None:

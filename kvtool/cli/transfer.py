@@ -152,7 +152,6 @@ def import_(run: Run, sources: Sources) -> int | None:
     Packs are the files of `store export`. The model and the settings must be the same. Import the stores of
     `ingest --shard` with --mine. A missing store is created; the sources do not change.
     """
-    from kvtool.core.cache.store import Store
     from kvtool.core.remote.import_ import import_sources
     from kvtool.core.session.identity import store_identity
     from kvtool.reports.stored import computed_by, makers
@@ -161,7 +160,7 @@ def import_(run: Run, sources: Sources) -> int | None:
     tell_budget(run, options.max_size)
     with run.out.job() as events:
         reports = import_sources(run.folder, sources, options, run.get(StoreOptions), events)
-    with Store.open(run.folder) as store:
+    with run.open_store() as store:
         made = computed_by(store, store_identity(store))
     if len(several := makers(made)) > 1:
         run.out.status(f"computed {', '.join(several)}: the first question measures what that loses")

@@ -13,7 +13,7 @@ from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import Options, option
 from kvtool.core.query.options import QueryOptions
 from kvtool.reports.page import Shown, Table, sparkline
-from kvtool.reports.report import RETRIEVAL, BatchOptions, Report, ReportContext, ReportResult, ResumeOptions
+from kvtool.reports.report import RETRIEVAL, BatchOptions, Report, ReportContext, ReportResult
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from kvtool.core.fusion.plan import Segment
     from kvtool.core.query.reply import Request
     from kvtool.core.session.session import Session
-    from kvtool.reports.evaluation import RowsOf
 
 _SCALE_BYTES = 2
 
@@ -43,19 +42,20 @@ def codec(context: ReportContext) -> ReportResult:
     batch = context.get(BatchOptions)
     requests, options = batch.requests("codec"), context.query_options(*RETRIEVAL)
     from kvtool.core.compress.loss import HeavyRows
-    from kvtool.reports.evaluation import Journal, answer_open, evaluation_facts
 
     context.identity.check_movable("inspect codec")
     session = context.session
     identity, profile = session.identity, session.profiles.current()
     wanted = chosen_schemes(context.get(CodecOptions).scheme, profile, HeavyRows(session))
-    facts = evaluation_facts(session.store, identity, requests, options)
-    facts["profile"] = None if profile is None else profile.digest.hex()
-    journal = Journal(context.get(ResumeOptions).resume, facts, "kvtool inspect codec")
+    _ = session.decoder  # whose context a prompt has to fit
     asked = requests[: batch.limit]
-    answer_open(asked, list(wanted), journal, context.events, lambda: codec_rows(session, wanted, options), strict=True)
+    context.events.step("questions", len(asked), "questions")
+    rows = []
+    for request in asked:
+        rows.append(codec_rows(session, request, wanted, options))
+        context.events.advance(1)
     resolved = {"model": identity.model, "device": session.decoder.device, "dtype": session.model.arithmetic.dtype}
-    value = {"resolved": resolved} | codec_overview(journal.rows, list(wanted))
+    value = {"resolved": resolved} | codec_overview(rows)
     return ReportResult("Codec levels", value, [*_summary(value)])
 
 
@@ -97,38 +97,34 @@ def chosen_schemes(names: Sequence[str], profile: Profile | None, heavy: HeavyRo
     return {name: known[name] for name in names or known if names or level_of(name).share == 100}
 
 
-def codec_rows(session: Session, schemes: Mapping[str, Scheme], options: QueryOptions) -> RowsOf:
+def codec_rows(
+    session: Session, request: Request, schemes: Mapping[str, Scheme], options: QueryOptions
+) -> Mapping[str, Row]:
     from kvtool.core.compress.loss import Question, measure
     from kvtool.core.query.prompt import lay_out
 
-    _ = session.decoder  # whose context a prompt has to fit
-
-    def rows_of(request: Request, names: Sequence[str]) -> Mapping[str, Row]:
-        plan = lay_out(session, request, options, exactly=True).plan
-        for segment in plan.segments[:-1]:
-            if segment.ids and not level_of(segment.source.level or "").lossless:
-                raise KvtoolError(
-                    f"chunk {segment.source.chunk_id.hex()[:12]} is not stored exactly",
-                    "ingest its document into a new store",
-                )
-        return measure(session, Question(plan, request.answers), {name: schemes[name] for name in names})
-
-    return rows_of
+    plan = lay_out(session, request, options, exactly=True).plan
+    for segment in plan.segments[:-1]:
+        if segment.ids and not level_of(segment.source.level or "").lossless:
+            raise KvtoolError(
+                f"chunk {segment.source.chunk_id.hex()[:12]} is not stored exactly",
+                "ingest its document into a new store",
+            )
+    return measure(session, Question(plan, request.answers), schemes)
 
 
-def codec_overview(rows: Mapping[int, Mapping[str, Row]], names: Sequence[str]) -> dict[str, Any]:
+def codec_overview(rows: Sequence[Mapping[str, Row]]) -> dict[str, Any]:
     """Make the JSON of `inspect codec`. Bits count headers, digests, states and side information, but no profile."""
     from kvtool.core.compress.loss import EXACT, Toll, mean_loss, tolls_of
-    from kvtool.reports.evaluation import by_run
 
-    losses = {name: [question[name] for question in questions] for name, questions in by_run(rows).items()}
+    losses = {name: [question[name] for question in rows] for name in rows[0]}
     exact, schemes = mean_loss(losses.pop(EXACT)), []
-    for name in dict.fromkeys((*names, *losses)):
-        tolls = tolls_of(losses[name])
+    for name, of_scheme in losses.items():
+        tolls = tolls_of(of_scheme)
         bits = sum(tolls, Toll()).bits
         layers = [{"layer": layer} | toll.to_json() for layer, toll in enumerate(tolls)]
         row = {"scheme": name, "bits_per_element": bits, "ratio_vs_16bit": 16 / bits if bits else None}
-        schemes.append({**row, **mean_loss(losses[name]), "layers": layers})
+        schemes.append({**row, **mean_loss(of_scheme), "layers": layers})
     return {"questions": len(rows), EXACT: exact, "schemes": schemes}
 
 
@@ -162,7 +158,7 @@ def _table(value: Mapping[str, Any]) -> Table:
 
 CODEC = Report(
     codec,
-    takes=(BatchOptions, ResumeOptions, CodecOptions, QueryOptions.some(*RETRIEVAL), ModelOptions),
+    takes=(BatchOptions, CodecOptions, QueryOptions.some(*RETRIEVAL), ModelOptions),
     examples=(
         "inspect codec --batch questions.jsonl",
         "inspect codec --batch questions.jsonl --limit 20 --html codec.html",

@@ -34,9 +34,8 @@ def answer_open(
     journal: Journal,
     events: Events,
     begin: Callable[[], RowsOf],
-    strict: bool = False,
 ) -> int:
-    """Add missing rows to the journal; return how many questions failed. Raises if `strict`, or refused by the gate."""
+    """Add missing rows to the journal; return how many questions failed. Raises GateError."""
     if not _open_work(requests, names, journal):
         return 0
     failed = 0
@@ -48,7 +47,7 @@ def answer_open(
             try:
                 journal.add(at, request.id, rows_of(request, missing))
             except KvtoolError as error:
-                if strict or isinstance(error, GateError):  # the next question would meet it, too
+                if isinstance(error, GateError):  # the next question would meet it, too
                     raise
                 events.warn(f"{name_of(request)}: {error.message}", error.hint)
                 failed += 1
