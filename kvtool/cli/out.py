@@ -51,6 +51,7 @@ from kvtool.core.errors import EXIT_DONE, KvtoolError
 Mode = Literal["human", "json", "jsonl"]
 _VERBOSE = re.compile("-v+|--verbose")
 SCHEMA = 1  # of every JSON object
+_COLOURS = {"warning": 33, "failed": 31, "error": 31, "hint": 36}  # of a line's label
 
 
 class OutputClosed(SystemExit):
@@ -186,20 +187,16 @@ class Out:
         text, hint = scrubbed(text), scrubbed(hint)
         self.event("warning", message=text, hint=hint, **facts)
         if self.verbosity >= 0 or even_quiet:
-            self._say(text, label="warning", colour=33)
-            if hint:
-                self._say(hint, label="hint", colour=36)
+            self._say(text, "warning", hint)
 
     def failed(self, what: str, reason: str) -> None:
         """Say which part of the work failed while the rest continues; with --quiet too."""
         self.event("warning", message=f"failed: {what}: {reason}", path=what, error=reason)
-        self._say(one_line(f"{what}: {reason}"), label="failed", colour=31)
+        self._say(one_line(f"{what}: {reason}"), "failed")
 
     def error(self, error: KvtoolError, exit_code: int | None = None) -> None:
         facts = error_json(error, exit_code)
-        self._say(facts["message"], label="error", colour=31)
-        if facts["hint"]:
-            self._say(facts["hint"], label="hint", colour=36)
+        self._say(facts["message"], "error", facts["hint"])
         if self.mode == "json":
             self.json({"error": facts})
         self.event("error", error=facts)
@@ -279,7 +276,7 @@ class Out:
             raise KvtoolError(f"cannot write to standard output: {reason}", "free some space, or redirect elsewhere")
         raise OutputClosed from None
 
-    def _say(self, text: str, label: str = "", colour: int = 0) -> None:
+    def _say(self, text: str, label: str = "", hint: str = "") -> None:
         if self._in_line and self._stdout.is_beside(self._stderr):
             self.end_line()  # on one screen, or in one file, not after half an answer
         text = clean(f"{label}: {text}" if label else text)
@@ -287,10 +284,12 @@ class Out:
             text = wrapped(text, max(1, columns - 2))
         text = text.replace("\n", "\n  ")  # a file's name may hold a line of its own
         if label and not self._isplain():
-            text = f"\x1b[1;{colour}m{label}\x1b[0m{text.removeprefix(label)}"
+            text = f"\x1b[1;{_COLOURS[label]}m{label}\x1b[0m{text.removeprefix(label)}"
         with suppress(OSError, ValueError), hide_activity():  # if stderr is closed, too, no warning can be shown
             self._stderr.write(text + "\n")
             self._stderr.flush()
+        if hint:
+            self._say(hint, "hint")
 
     def _marked(self, text: str, colour: int) -> tuple[str, str]:
         if colour and self._isplain():

@@ -1,4 +1,4 @@
-"""`kvtool inspect codec`: bits and loss of each codec level, and of plain quantisation, on the same questions."""
+"""`kvtool inspect codec`: bits and loss of each codec level, on the same questions."""
 
 from __future__ import annotations
 
@@ -16,25 +16,16 @@ from kvtool.reports.page import Shown, Table, sparkline
 from kvtool.reports.report import RETRIEVAL, BatchOptions, Report, ReportContext, ReportResult
 
 if TYPE_CHECKING:
-    import torch
-
-    from kvtool.core.codec.base import LayerKV
     from kvtool.core.codec.profile import Profile
-    from kvtool.core.common.types import Ids
     from kvtool.core.compress.loss import HeavyRows, Scheme
     from kvtool.core.evaluate.measures import Row
-    from kvtool.core.fusion.plan import Segment
     from kvtool.core.query.reply import Request
     from kvtool.core.session.session import Session
-
-_SCALE_BYTES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodecOptions(Options, settings=False):
-    scheme: tuple[str, ...] = option(
-        (), "Measure only these: 1, cachegen-1, int8, keep50-2 …", group="Codec", metavar="NAME"
-    )
+    scheme: tuple[str, ...] = option((), "Measure only these: 1, cachegen-1, keep50-2 …", group="Codec", metavar="NAME")
 
 
 def codec(context: ReportContext) -> ReportResult:
@@ -62,34 +53,12 @@ def codec(context: ReportContext) -> ReportResult:
 # ---- measurement ----
 
 
-@dataclass(frozen=True, slots=True)
-class Integers:
-    """Plain quantisation, the usual alternative: whole numbers of `bits`, one 16-bit scale a token and head."""
-
-    bits: int
-
-    def rows(self, segment: Segment) -> None: ...
-
-    def round_trip(self, kvs: Sequence[LayerKV], rows: Ids | None) -> tuple[list[LayerKV], list[int]]:
-        return [(self._rounded(keys), self._rounded(values)) for keys, values in kvs], [self._size(kv) for kv in kvs]
-
-    def _size(self, kv: LayerKV) -> int:
-        return sum(side.numel() * self.bits // 8 + side.shape[0] * side.shape[1] * _SCALE_BYTES for side in kv)
-
-    def _rounded(self, side: torch.Tensor) -> torch.Tensor:
-        wide = side.float()
-        scale = (wide.abs().amax(-1, keepdim=True) / (2 ** (self.bits - 1) - 1)).clamp_min(1e-12)
-        rounded: torch.Tensor = ((wide / scale).round() * scale).to(side.dtype)
-        return rounded
-
-
 def chosen_schemes(names: Sequence[str], profile: Profile | None, heavy: HeavyRows) -> dict[str, Scheme]:
-    """Choose the named schemes; without names all that store every row. Raises UsageError."""
+    """Choose the named levels; without names all that store every row. Raises UsageError."""
     from kvtool.core.compress.loss import LevelScheme
 
     levels = [level for level in lossy() if profile is not None or not level_of(level).profiled]
-    known: dict[str, Scheme] = {"int8": Integers(8), "int4": Integers(4)}
-    known |= {name: LevelScheme(name, profile, heavy) for name in levels}
+    known: dict[str, Scheme] = {name: LevelScheme(name, profile, heavy) for name in levels}
     if unknown := [name for name in names if name not in known]:
         some = ", ".join(name for name in unknown if name in LEVELS)
         hint = f"; {some} with a profile, which `kvtool compress` makes" if some else ""

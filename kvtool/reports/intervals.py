@@ -1,8 +1,4 @@
-"""Confidence intervals of means: percentile bootstrap (Efron & Tibshirani 1993, ch. 13), paired by question.
-
-A resample takes a question with all that was measured of it, so that what makes one question harder than another does
-not make the difference of two runs unsure. All means of a report are drawn together, as one product of matrices.
-"""
+"""Confidence intervals of means over questions."""
 
 from __future__ import annotations
 
@@ -38,7 +34,11 @@ def difference(own: Column, other: Column) -> Column:
 
 
 def estimates(columns: Mapping[K, Column]) -> dict[K, Estimate]:
-    """Estimate the mean of each column."""
+    """Estimate the mean of each column: percentile bootstrap (Efron & Tibshirani 1993, ch. 13), paired by question.
+
+    A resample takes a question with all that was measured of it, so that what makes one question harder than another
+    does not make the difference of two runs unsure. All means are drawn together, as one product of matrices.
+    """
     if not columns or not len(next(iter(columns.values()))):
         return {key: Estimate(None, None) for key in columns}
     means = _resampled_means(list(columns.values())).T

@@ -1,4 +1,4 @@
-"""Interface of a report: flags, the inputs it gets, and its result as JSON and as parts for people."""
+"""Interface of a report: its flags and inputs, its result as JSON and as parts for people, and their HTML page."""
 
 from __future__ import annotations
 

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from kvtool.core.query.prompt import PromptLayout
     from kvtool.reports.reused_prompt import ReusedPrompt
 
-_CHOICES = {"hkvd": "highest deviation", "random": "at random", "first": "first of each chunk"}
 _EXACT = "exact"  # raw or lossless records
 _TAKES = (ChunkChoice, QueryOptions.some(*RETRIEVAL, "level"), ModelOptions)
 
@@ -76,7 +75,7 @@ def _chunks(asked: PromptLayout, worth: Sequence[float], tokenizer: Any) -> Iter
 
 
 def _deviations(value: Mapping[str, Any]) -> Iterator[Shown]:
-    layers, attention = value["layers"], value["attention"]
+    layers = value["layers"]
     yield f"KV deviation, {_read_at(value)}"
     head = ("layer", "K", "V", "top 5 %", "top 15 %", "rank correlation")
     yield Table(head, tuple(_row(layer) for layer in layers))
@@ -84,11 +83,9 @@ def _deviations(value: Mapping[str, Any]) -> Iterator[Shown]:
     yield "rank correlation: of the tokens' V deviation with the next layer's"
     yield f"V by layer           {sparkline([row['v_relative'] for row in layers])}"
     yield f"rank correlation     {sparkline([row['spearman_next'] for row in layers])}"
-    ratios, choices = (list(dict.fromkeys(row[name] for row in attention)) for name in ("ratio", "choice"))
-    by = {(row["choice"], row["ratio"]): f"{row['deviation']:.3f}" for row in attention}
-    yield "deviation of the question's attention:"
-    rows = tuple((f"{ratio:.0%}", *(by[choice, ratio] for choice in choices)) for ratio in ratios)
-    yield Table(("recomputed", *(_CHOICES[choice] for choice in choices)), rows)
+    yield "deviation of the question's attention, if the most deviating tokens are recomputed:"
+    rows = tuple((f"{row['ratio']:.0%}", f"{row['deviation']:.3f}") for row in value["attention"])
+    yield Table(("recomputed", "deviation"), rows)
 
 
 def _row(layer: Mapping[str, Any]) -> tuple[object, ...]:

@@ -6,7 +6,6 @@ heavy.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -43,8 +42,6 @@ Watch = Callable[[int, torch.Tensor, torch.Tensor, AttentionParams], None]
 _ROUNDING = 1e-6  # relative: what another order of a sum makes of the same numbers in float32
 SHARES = (0.01, 0.02, 0.05, 0.10, 0.15, 0.25, 0.50)
 RATIOS = (0.0, 0.05, 0.10, 0.15, 0.25, 0.50)
-CHOICES = ("hkvd", "random", "first")
-_SEED = 0
 CLASSES = ("sink", "instruction", "chunk starts", "own chunk", "other chunks", "question")
 START_TOKENS = 4  # of every chunk
 MASS = 0.9
@@ -211,17 +208,10 @@ def attention_deviation(cache: PromptCache, asked: Queries, full: PromptCache, a
     return [float((wrong - exact).norm() / exact.norm()) for wrong, exact in both]
 
 
-def chosen_rows(prompt: ReusedPrompt, choice: str, ratio: float, worth: torch.Tensor) -> torch.Tensor:
-    """Choose `ratio` of the reused rows, the most deviating, random or first of every chunk: bool `[length]`."""
+def most_deviating(prompt: ReusedPrompt, ratio: float, worth: torch.Tensor) -> torch.Tensor:
+    """Choose `ratio` of the reused rows, those that deviate most: bool `[length]`."""
     chosen = torch.zeros(prompt.plan.length, dtype=torch.bool)
-    count = share_of(ratio, len(prompt.hits))
-    if choice == "hkvd":
-        chosen[prompt.hits[worth.topk(count).indices]] = True
-    elif choice == "random":
-        chosen[random.Random(_SEED).sample(prompt.hits.tolist(), count)] = True
-    else:  # as many of each chunk as it has, until the budget is spent
-        depth = torch.cat([torch.arange(len(chunk.ids)) for chunk in prompt.plan.chunks if chunk.status == "hit"])
-        chosen[prompt.hits[depth.argsort(stable=True)[:count]]] = True
+    chosen[prompt.hits[worth.topk(share_of(ratio, len(prompt.hits))).indices]] = True
     return chosen
 
 
@@ -235,12 +225,11 @@ def deviation_report(prompt: ReusedPrompt) -> dict[str, Any]:
     reused = prompt.recomputing(torch.zeros(prompt.plan.length, dtype=torch.bool))
     reuse, untouched, rows = deviation(prompt, reused, full), attention(reused), []
     del reused
-    for choice in CHOICES:
-        for ratio in RATIOS:
-            chosen = chosen_rows(prompt, choice, ratio, reuse.worth)
-            by_layer = attention(prompt.recomputing(chosen)) if ratio else untouched
-            row: dict[str, Any] = {"choice": choice, "ratio": ratio, "tokens_recomputed": int(chosen.sum())}
-            rows.append(row | {"deviation": sum(by_layer) / len(by_layer), "by_layer": by_layer})
+    for ratio in RATIOS:
+        chosen = most_deviating(prompt, ratio, reuse.worth)
+        by_layer = attention(prompt.recomputing(chosen)) if ratio else untouched
+        row: dict[str, Any] = {"ratio": ratio, "tokens_recomputed": int(chosen.sum())}
+        rows.append(row | {"deviation": sum(by_layer) / len(by_layer), "by_layer": by_layer})
     return {
         "tokens": {"prompt": prompt.plan.length, "reused": len(prompt.hits)},
         "layers": [_layer(reuse, number) for number in range(reuse.size.shape[1])],

@@ -1,4 +1,4 @@
-"""Summary of an evaluation: runs next to full recompute and to one another, retrieval recall, choice of a run."""
+"""Summary of an evaluation, with intervals: runs next to full recompute, retrieval recall, choice of a run."""
 
 from __future__ import annotations
 

@@ -211,17 +211,6 @@ def test_another_name_of_a_command_is_told_with_its_own(word: str, command: str,
     assert main([*command.split()[:1], "--help"]) == 0
 
 
-def test_did_you_mean_a_command(capsys: Capture) -> None:
-    main(["ingst"])
-    assert "Did you mean 'ingest'" in capsys.readouterr().err
-
-
-def test_an_unknown_variable_is_a_warning(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVTOOL_TOPK", "3")
-    assert main(["config", "show"]) == 0
-    assert "warning: unknown variable KVTOOL_TOPK in the environment" in capsys.readouterr().err
-
-
 def test_cron_has_no_home_and_no_locale(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "kvtool", "config", "show"],

@@ -205,16 +205,6 @@ def test_who_makes_a_level_that_questions_pass_over_is_told(fitted: Path, monkey
     assert "`--level 3` or `--set load.max_loss=0.02` reads it" in said
 
 
-def test_jsonl(plain: Path) -> None:
-    done = kvtool("compress", "--store", plain, "--level", "4", "--questions", "1", "--jsonl", "-v").fine()
-    *events, summary = done.lines
-    assert {event["type"] for event in events} == {"status"}
-    assert all(event["schema"] == 1 for event in done.lines)
-    assert (summary["type"], summary["levels"][0]["level"]) == ("summary", "4")
-    (error,) = kvtool("compress", "--store", plain, "--level", "raw", "--jsonl").lines
-    assert (error["type"], error["error"]["exit_code"]) == ("error", 2)
-
-
 @pytest.mark.slow
 def test_any_script(tiny: Path, tmp_path: Path) -> None:
     """Names of the store, of the corpus and in the corpus; in a process of its own, with its own streams."""

@@ -248,7 +248,7 @@ def test_every_report_has_a_page(what: str, store: Path, batch: Path, tmp_path: 
         "chunk": (chunks_of(store, "mill2.md")[0],),
         "plan": (QUESTION,),
         "quality": (batch, "--runs", "reuse,union:0.2"),
-        "codec": ("--batch", batch, "--scheme", "int8", "--scheme", "cachegen-2"),
+        "codec": ("--batch", batch, "--scheme", "cachegen-2"),
         "deviation": (QUESTION,),
         "sparsity": (QUESTION,),
     }

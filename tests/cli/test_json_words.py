@@ -35,7 +35,7 @@ def every_command(folder: Path, store: Path, fitted: Path, tiny: Path) -> dict[s
     chunk, damaged, *_ = chunks_of(store, "mill2.md")
     tier, pack = f"file://{folder / 'tier'}", folder / "all.kvpack"
     drop_records(store, damaged)  # a hole, so that there is a miss
-    here, there, schemes = ("--store", store), ("--store", fitted), ("--scheme", "1", "--scheme", "int8")
+    here, there, schemes = ("--store", store), ("--store", fitted), ("--scheme", "1")
     fresh = ("--store", folder / "fresh")
     return {
         name: list(_objects(*args))
@@ -85,7 +85,6 @@ def every_command(folder: Path, store: Path, fitted: Path, tiny: Path) -> dict[s
             "store verify": ("store", "verify", *here, "--sample", "1/1", "--json"),
             "config": ("config", "show", "--json"),
             "doctor": ("doctor", *here, "--json"),
-            "config plugins": ("config", "plugins", "--json"),
         }.items()
     }
 

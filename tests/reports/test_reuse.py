@@ -14,7 +14,6 @@ from kvtool.core.fusion.plan import Plan
 from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.reports import reused_prompt
 from kvtool.reports.reused_prompt import (
-    CHOICES,
     CLASSES,
     MASS,
     START_TOKENS,
@@ -23,10 +22,10 @@ from kvtool.reports.reused_prompt import (
     ReusedPrompt,
     Tally,
     attention_deviation,
-    chosen_rows,
     deviation,
     deviation_report,
     keys_needed,
+    most_deviating,
     sparsity_report,
     spearman,
     top_share,
@@ -78,21 +77,13 @@ def test_attention_deviates_as_eager_attention_says(name: str) -> None:
     assert max(ours) > 1e-3
 
 
-@pytest.mark.parametrize("choice", CHOICES)
-def test_the_rows_of_a_choice(choice: str) -> None:
+def test_the_most_deviating_rows() -> None:
     subject = subject_of(case("llama"))
     worth = torch.arange(len(subject.hits), 0.0, -1)
     for ratio in (0.0, 0.15, 1.0):
-        chosen = chosen_rows(subject, choice, ratio, worth)
-        assert int(chosen.sum()) == math.ceil(round(ratio * len(subject.hits), 6))
-        assert set(chosen.nonzero()[:, 0].tolist()) <= set(subject.hits.tolist())
-    few = chosen_rows(subject, choice, 0.15, worth).nonzero()[:, 0].tolist()
-    if choice == "hkvd":
-        assert few == subject.hits[: len(few)].tolist()
-    if choice == "first":
-        depth = {at: number for one in subject.plan.chunks for number, at in enumerate(range(one.start, one.stop))}
-        left = set(subject.hits.tolist()) - set(few)
-        assert max(depth[at] for at in few) <= min(depth[at] for at in left)
+        chosen = most_deviating(subject, ratio, worth).nonzero()[:, 0].tolist()
+        assert len(chosen) == math.ceil(round(ratio * len(subject.hits), 6))
+        assert chosen == subject.hits[: len(chosen)].tolist()
 
 
 def test_spearman_and_shares_by_hand() -> None:
@@ -126,12 +117,11 @@ def test_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
         shares = list(row["top_share"].values())
         assert shares == sorted(shares)
         assert row["v_relative"] > 0
-    by: dict[tuple[str, float], dict[str, Any]] = {(row["choice"], row["ratio"]): row for row in found["attention"]}
-    assert by["hkvd", 0.0]["deviation"] == by["random", 0.0]["deviation"] > 1e-3
-    for choice in CHOICES:
-        assert by[choice, 1.0]["deviation"] < 1e-5
-        assert by[choice, 0.15]["tokens_recomputed"] == math.ceil(0.15 * found["tokens"]["reused"])
-        assert by[choice, 0.15]["by_layer"][0] <= by[choice, 0.0]["by_layer"][0] + 1e-6
+    untouched, some, everything = found["attention"]
+    assert untouched["deviation"] > 1e-3
+    assert everything["deviation"] < 1e-5
+    assert some["tokens_recomputed"] == math.ceil(0.15 * found["tokens"]["reused"])
+    assert some["by_layer"][0] <= untouched["by_layer"][0] + 1e-6
 
 
 def test_nothing_that_is_reused_from_elsewhere() -> None:

@@ -14,8 +14,6 @@ from kvtool.core.errors import DamagedError
 from kvtool.core.evaluate.measures import run_name
 
 if TYPE_CHECKING:
-    import sqlite3
-
     from kvtool.core.cache.store import Store
 
 _FILE = "audit/audits.sqlite"
@@ -91,13 +89,13 @@ def kept_audits(store: Store, fingerprint: str) -> tuple[Audit, ...]:
 
 
 @contextmanager
-def _opened(path: Path, mode: str) -> Iterator[sqlite3.Connection]:
+def _opened(path: Path, mode: str) -> Iterator[Any]:
     """Open the database for one transaction. Raises OSError for every failure."""
     import sqlite3  # not with the measures of each question
 
     try:
-        database = sqlite3.connect(f"{path.absolute().as_uri()}?mode={mode}", _LOCK_SECONDS, uri=True)
-        with closing(database), database:
+        where = f"{path.absolute().as_uri()}?mode={mode}"
+        with closing(sqlite3.connect(where, _LOCK_SECONDS, uri=True)) as database, database:
             yield database
     except sqlite3.Error as error:
         raise OSError(str(error)) from error
