@@ -1,15 +1,13 @@
 """The command line's entry: finds the command, runs it, turns what it raises into words and an exit code.
 
-A command is one line in `COMMANDS` and one module `kvtool/cli/<name>.py` with `app: typer.Typer` (see `options.py`).
-The module is imported only when its command is invoked or completed; the overview and the completion of command
-names are drawn from `COMMANDS`. An `app` with one `@app.command()` is that command (`kvtool ingest PATH...`); with
-several, or with an `@app.callback()`, it is a group (`kvtool store stats`).
+A command is one line in `COMMANDS` and a function of its name in `kvtool/cli/<name>.py` (see `options.py`); a group
+(`kvtool store`) is a `typer.Typer` called `<name>_app`. The module is imported only when its command is invoked or
+completed; the overview and the completion of command names are drawn from `COMMANDS`.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import functools
 import importlib
 import os
 import signal
@@ -23,7 +21,7 @@ from typing import Annotated, Any, ClassVar, NoReturn
 import typer
 import typer.main
 
-from kvtool.cli.commands import LazyGroup, everywhere, new_app, usage_error
+from kvtool.cli.commands import LazyGroup, build_command, everywhere, new_app, usage_error
 from kvtool.cli.out import Out
 from kvtool.core.common.collecting import kept_collection
 from kvtool.core.common.machine import is_busy, is_out_of_memory
@@ -76,6 +74,7 @@ SHOWN = {  # what the overview lists, by heading
 }
 _STORE = {"store": "List, check, shrink, protect and share what is stored."}
 COMMANDS = {name: line for rows in SHOWN.values() for name, line in rows.items() if " " not in name} | _STORE
+_MODULES = {"watch": "ingest", "search": "query", "stop": "ps", "eval": "inspect"}  # of a command, if not of its name
 _GROUPS = ("store", "inspect")  # whose commands are missed without the group's name
 _COMPLETE = "_KVTOOL_COMPLETE"  # set by a shell's completion script
 _OTHER_NAMES = {  # what other programs call them
@@ -90,19 +89,13 @@ _SHORT_SPIN = "1000"  # iterations, some microseconds
 RESUME = "what was committed stays; run the same command again to resume"
 # Of commands that have nothing to resume.
 _LEFT = {
+    **dict.fromkeys(("mcp", "search", "ps", "config", "doctor", "help"), ""),
+    **dict.fromkeys(("chat", "inspect"), "the store is unchanged"),
     "query": "the store is unchanged; ask again",
-    "chat": "the store is unchanged",
-    "watch": "what was committed stays; the next start ingests what changed meanwhile",
-    "mcp": "",
-    "search": "",
-    "ps": "",
-    "stop": "processes exit after their current answers",
-    "inspect": "the store was not changed; what is measured with --resume FILE is kept there",
-    "eval": "the store was not changed; what is measured with --resume FILE, or written by --make, is kept there",
     "serve": "the store is unchanged; start it again",
-    "config": "",
-    "doctor": "",
-    "help": "",
+    "eval": "the store is unchanged; what is measured with --resume FILE, or written by --make, is kept there",
+    "watch": "what was committed stays; the next start ingests what changed meanwhile",
+    "stop": "processes exit after their current answers",
 }
 
 
@@ -138,10 +131,8 @@ def group_of(name: str) -> str | None:
 
 
 def load_command(name: str) -> Any:
-    return _build_command(importlib.import_module(f"kvtool.cli.{name}").app)
-
-
-_build_command = functools.cache(typer.main.get_command)  # which reads every signature anew
+    module = importlib.import_module(f"kvtool.cli.{_MODULES.get(name, name)}")
+    return build_command(getattr(module, f"{name}_app", None) or getattr(module, name))
 
 
 app = new_app(

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from kvtool.cli.answers import cited, end_answer, show_end, show_explained, show_sources, show_verified
-from kvtool.cli.commands import new_app
+from kvtool.cli.answers import end_answer, show_end, show_sources, show_verified
 from kvtool.cli.options import ManyValues, Run, load_session, open_any_store, takes
 from kvtool.cli.out import Out, error_json
 from kvtool.core.cache.options import LockOptions, StoreOptions
-from kvtool.core.common.files import data_dir, make_folder
 from kvtool.core.common.sizes import counted
 from kvtool.core.errors import (
     EXIT_FAILED,
@@ -43,133 +38,63 @@ if TYPE_CHECKING:
     from kvtool.core.session.session import Session
 
 
-@contextmanager
-def typed_ahead() -> Iterator[None]:
-    """Hide input typed meanwhile, which the next prompt gets; signals pass. Does nothing without a terminal."""
-    try:
-        import termios
-
-        keyboard = sys.stdin.fileno()
-        before = termios.tcgetattr(keyboard)
-    except (ImportError, AttributeError, OSError, ValueError, termios.error):  # Windows; no stdin; a pipe
-        yield
-        return
-    flags = list(before)
-    flags[3] &= ~termios.ECHO  # local modes
-    termios.tcsetattr(keyboard, termios.TCSANOW, flags)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(keyboard, termios.TCSANOW, before)
-
-
-HISTORY = "chat-history"
 _PROMPT = "> "
-_PRIVATE = 0o600
 
 
-def lines_for(out: Out) -> PipedLines | TerminalLines:
-    """A terminal's lines where there is one, else those of stdin. Raises UsageError: stdin is closed."""
+def lines_for(out: Out) -> Iterator[str]:
+    """Read a terminal's lines where there is one, else those of stdin. Raises UsageError: stdin is closed."""
     if out.is_interactive:
-        return TerminalLines(out)
+        return typed_lines(out)
     if sys.stdin is None:
         raise UsageError("there is no stdin to read questions from", "start it in a terminal, or give lines on stdin")
-    return PipedLines(sys.stdin.buffer)
+    return piped_lines(sys.stdin.buffer)
 
 
-class PipedLines:
-    is_terminal = False
-
-    def __init__(self, stream: Iterable[bytes]) -> None:
-        self._stream = iter(stream)
-
-    def next(self) -> str | None:
-        """Return the next line; None: stdin has ended. Raises UsageError."""
-        for line in self._stream:
-            try:
-                text = line.decode("utf-8-sig").strip()
-            except UnicodeDecodeError as error:
-                raise UsageError("a question on stdin is not UTF-8", "convert it, such as with iconv") from error
-            if text:
-                return text
-        return None
+def piped_lines(stream: Iterable[bytes]) -> Iterator[str]:
+    for line in stream:
+        try:
+            text = line.decode("utf-8-sig").strip()
+        except UnicodeDecodeError as error:
+            raise UsageError("a question on stdin is not UTF-8", "convert it, such as with iconv") from error
+        if text:
+            yield text
 
 
-class TerminalLines:
-    """Lines typed at a prompt: Enter sends, Alt-Enter begins another line, Ctrl-C drops it, Ctrl-D ends.
+def typed_lines(out: Out, **console: Any) -> Iterator[str]:
+    """Read lines at a prompt: Enter sends, Alt-Enter begins another line, Ctrl-C drops it, Ctrl-D ends.
 
     `console`: `input` and `output` of `prompt_toolkit`; the process's own terminal without them.
     """
-
-    is_terminal = True
-
-    def __init__(self, out: Out, **console: Any) -> None:
-        self._out = out
-        self._session = _prompt_session(out, **console)
-
-    def next(self) -> str | None:
-        self._out.idle()
-        while True:
-            try:
-                text: str = self._session.prompt(_PROMPT)
-            except KeyboardInterrupt:
-                self._out.status("Ctrl-D ends the chat")
-                continue
-            except EOFError:
-                return None
-            if text.strip():
-                return text.strip()
+    session = prompt_session(**console)
+    while True:
+        out.idle()
+        try:
+            text: str = session.prompt(_PROMPT)
+        except KeyboardInterrupt:
+            out.status("Ctrl-D ends the chat")
+            continue
+        except EOFError:
+            return
+        if text.strip():
+            yield text.strip()
 
 
-def _prompt_session(out: Out, **console: Any) -> PromptSession[str]:
+def prompt_session(**console: Any) -> PromptSession[str]:
     from prompt_toolkit import PromptSession
-    from prompt_toolkit.completion import Completer, Completion
+    from prompt_toolkit.completion import WordCompleter
     from prompt_toolkit.key_binding import KeyBindings
 
-    class Commands(Completer):
-        def get_completions(self, document: Any, complete_event: Any) -> Iterator[Completion]:
-            typed = document.text_before_cursor
-            for word in completions(typed):
-                yield Completion(word, start_position=-len(typed.rpartition(" ")[2]))
-
     keys = KeyBindings()
-
-    @keys.add("enter")
-    def send(event: Any) -> None:
-        event.current_buffer.validate_and_handle()
-
-    @keys.add("escape", "enter")
-    def another_line(event: Any) -> None:
-        event.current_buffer.insert_text("\n")
-
+    keys.add("enter")(lambda event: event.current_buffer.validate_and_handle())
+    keys.add("escape", "enter")(lambda event: event.current_buffer.insert_text("\n"))
     return PromptSession(
-        history=_history(out),
         multiline=True,
         prompt_continuation="  ",
         key_bindings=keys,
-        completer=Commands(),
+        completer=WordCompleter([*COMMANDS, *(f"/mode {mode}" for mode in FUSIONS)], sentence=True),
         complete_while_typing=False,
         **console,
     )
-
-
-def _history(out: Out) -> Any:
-    from prompt_toolkit.history import FileHistory, InMemoryHistory
-
-    class PrivateHistory(FileHistory):
-        def store_string(self, string: str) -> None:
-            with suppress(OSError):  # a full disk ends no conversation
-                super().store_string(string)
-
-    try:
-        path = data_dir() / HISTORY
-        make_folder(path.parent)
-        os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_APPEND, _PRIVATE))
-        path.chmod(_PRIVATE)
-        return PrivateHistory(str(path))
-    except (OSError, KvtoolError) as error:
-        out.detail(f"no history is kept: {error}")
-        return InMemoryHistory()
 
 
 # Each is a method of `Chat`, except for /quit.
@@ -177,21 +102,12 @@ COMMANDS = {
     "/mode": "set the fusion mode: /mode epic; without a name, show it",
     "/top-k": "set the number of passages per question: /top-k 3",
     "/sources": "show the passages of the last answer",
-    "/explain": "show which of their tokens were recomputed, and why",
     "/reset": "start a new conversation, as the word clear does",
-    "/save": "write the conversation to a file: /save talk.md",
     "/help": "show this list",
     "/quit": "end the chat, as Ctrl-D and the words quit and exit do",
 }
 _WORDS = {"exit": "/quit", "quit": "/quit", "clear": "/reset"}  # asked as questions, they would steer later searches
 _KEYS = "Enter asks, Alt-Enter begins another line, Ctrl-C ends an answer, Ctrl-D the chat"
-
-
-def completions(typed: str) -> list[str]:
-    command, space, rest = typed.partition(" ")
-    if not space:
-        return [name for name in COMMANDS if typed and name.startswith(typed)]
-    return [mode for mode in FUSIONS if mode.startswith(rest)] if command == "/mode" else []
 
 
 class Chat:
@@ -239,7 +155,7 @@ class Chat:
     # ---- questions ----
 
     def _ask(self, question: str) -> None:
-        with typed_ahead() if self._aloud else nullcontext(), _Interrupts(self._aloud) as interrupts:
+        with _Interrupts(self._aloud) as interrupts:
             try:
                 reply = self._talk.restarting(partial(self._answer, question, interrupts), self._out.warning)
             except KeyboardInterrupt:
@@ -300,50 +216,15 @@ class Chat:
         if self._aloud:
             self._out.status(f"{text} ({more})" if more else text)
 
-    def _answered_last(self) -> Reply:
+    def _sources(self, _: str) -> None:
         if self._last is None:
             raise UsageError("nothing was answered yet", "ask something first")
-        return self._last
-
-    def _sources(self, _: str) -> None:
-        reply = self._answered_last()
-        show_sources(self._out, reply.sources, passages=bool(reply.sources))
-
-    def _explain(self, _: str) -> None:
-        from kvtool.core.query.explain import explain
-
-        reply = self._answered_last()
-        reply.explanations = explain(reply.fused, self._session.tokenizer)
-        show_explained(self._out, reply)
-        if reply.turn["search"] != reply.question:
-            self._out.status(f"searched by: {reply.turn['search']}")
-        if reply.resident_chunks:
-            places = ", ".join(dict.fromkeys(map(cited, reply.resident_chunks)))
-            self._out.status(f"found, and kept from earlier turns: {places}")
+        show_sources(self._out, self._last.sources, passages=bool(self._last.sources))
 
     def _reset(self, _: str) -> None:
         self._talk.reset()
         self._last = None
         self._confirm("a new conversation begins")
-
-    def _save(self, name: str) -> None:
-        path = Path(name or time.strftime("chat-%Y%m%d-%H%M%S.md")).expanduser()
-        if not self._talk.said:
-            raise UsageError("nothing was said yet", "ask something first")
-        parts = [
-            f"**{turn.question}**\n\n{turn.answer}\n\n" + "".join(f"- {place}\n" for place in turn.places)
-            for turn in self._talk.said
-        ]
-        try:
-            with path.open("x", encoding="utf-8") as file:
-                file.write("\n".join(parts))
-        except FileExistsError:
-            raise UsageError(f"{path} exists", "name another file: /save NAME.md") from None
-        except OSError as error:
-            raise KvtoolError(
-                f"{path} cannot be written: {error.strerror}", "name another file: /save NAME.md"
-            ) from error
-        self._out.status(f"saved as {path}")
 
     def _help(self, _: str) -> None:
         for name, line in COMMANDS.items():
@@ -376,10 +257,6 @@ class _Interrupts:
         self.is_asked = True
 
 
-app = new_app()
-
-
-@app.command(cls=ManyValues)
 @takes(
     QueryOptions.some(
         *("max_tokens", "cite", "verify", "system", "temperature", "seed", "force", "top_k", "source"),
@@ -391,6 +268,7 @@ app = new_app()
     LockOptions,
     examples=("chat", "chat --fusion epic --top-k 3"),
     common="fusion ratio top_k source level max_tokens cite system temperature store model device",
+    cls=ManyValues,
 )
 def chat(run: Run) -> int | None:
     """Hold a conversation about the stored documents."""
@@ -408,10 +286,11 @@ def hold(run: Run) -> int | None:
         from kvtool.core.query.conversation import Conversation
 
         lines = lines_for(run.out)
-        chat = Chat(run.out, session, Conversation.over(session, options), aloud=lines.is_terminal)
+        chat = Chat(run.out, session, Conversation.over(session, options), aloud=run.out.is_interactive)
         chat.greet(run.get(StoreOptions).place)
-        while (line := lines.next()) is not None and chat.take(line):
-            pass
-    if chat.failed and not lines.is_terminal:
+        for line in lines:
+            if not chat.take(line):
+                break
+    if chat.failed and not run.out.is_interactive:
         return EXIT_PARTIAL if chat.answered else EXIT_FAILED
     return None

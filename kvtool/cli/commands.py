@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_args
 
 import typer
 import typer.core
+import typer.main
 
 from kvtool.cli.progress import hide_activity
 from kvtool.core.errors import UsageError
@@ -55,14 +56,12 @@ HELP_ALL = _flag(
 
 
 class App(typer.Typer):
-    def command(
-        self, name: str | None = None, *, cls: type[typer.core.TyperCommand] | None = None, **more: Any
-    ) -> Callable[[F], F]:
-        return super().command(name, cls=cls or Command, **more)
+    def command(self, name: str | None = None, **more: Any) -> Callable[[F], F]:
+        return lambda function: super(App, self).command(name, cls=getattr(function, "cls", Command), **more)(function)
 
 
 def new_app(help: str = "", add_completion: bool = False) -> App:
-    """A command module's `app`: plain help (rich would triple its time), `-h`."""
+    """A group of commands: plain help (rich would triple its time), `-h`."""
     return App(
         cls=Group,
         help=help or None,
@@ -71,6 +70,16 @@ def new_app(help: str = "", add_completion: bool = False) -> App:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     )
+
+
+@functools.cache  # typer reads every signature anew
+def build_command(command: Any) -> Any:
+    """Build a command of a function with `takes`, or a group of a `typer.Typer`."""
+    if isinstance(command, typer.Typer):
+        return typer.main.get_command(command)
+    alone = new_app()
+    alone.command()(command)
+    return typer.main.get_command(alone)
 
 
 _RULE = "Variables (KVTOOL_TOP_K) and kvtool.toml set defaults: see `kvtool config`."

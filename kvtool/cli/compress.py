@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import suppress
 from dataclasses import replace
 
-from kvtool.cli.commands import new_app
 from kvtool.cli.options import ManyValues, Run, takes, tell_budget
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.codec.levels import DEFAULT_LOSSY, enough_loss, level_of, shown_loss
@@ -14,15 +11,13 @@ from kvtool.core.common.sizes import counted, shown_size
 from kvtool.core.compress.options import CompressOptions
 from kvtool.core.compress.report import CompressReport, LevelReport
 
-app = new_app()
 
-
-@app.command(cls=ManyValues)
 @takes(
     CompressOptions,
     StoreOptions,
     examples=("compress", "compress --level 3 --level 1 --drop-raw"),
     common="levels max_loss keep keep_raw chunks questions fit max_size store model device",
+    cls=ManyValues,
 )
 def compress(run: Run) -> None:
     """Make the stored KV caches several times smaller, and measure what that loses.
@@ -35,10 +30,6 @@ def compress(run: Run) -> None:
     tell_budget(run, options.max_size)
     report = _compress(run, options)
     run.out.report(report.to_json(), human=lambda: _show(run, options, report))
-    if options.keep_raw is None and _is_offered(report) and _agrees(run, "drop the exact records now?"):
-        made = tuple(level.level for level in report.levels)
-        report = _compress(run, replace(options, levels=made, fit=False, profile=None, keep_raw=False))
-        run.out.print(_result(report))
 
 
 def _compress(run: Run, options: CompressOptions) -> CompressReport:
@@ -46,16 +37,6 @@ def _compress(run: Run, options: CompressOptions) -> CompressReport:
 
     with run.out.job() as events:
         return run_compress(run.folder, options, events)
-
-
-def _agrees(run: Run, question: str) -> bool:
-    """Ask for a yes; False if no person can answer."""
-    if run.out.verbosity < 0 or not run.out.is_interactive:
-        return False
-    run.out.print(f"{question} [y/N] ", end="")
-    with suppress(KeyboardInterrupt):
-        return sys.stdin.readline().strip().lower() in ("y", "yes")
-    return False
 
 
 def _show(run: Run, options: CompressOptions, report: CompressReport) -> None:
@@ -74,8 +55,6 @@ def _show(run: Run, options: CompressOptions, report: CompressReport) -> None:
         f"{counted(report.encoded, 'chunk')} encoded, {report.kept} unchanged, "
         f"{report.skipped} without an exact record, {report.seconds:.1f} s"
     )
-    if report.fitted:
-        _tell_of_profile(run, report)
     _tell_of_losses(run, report)
     if report.dropped and _lacks_rows(report):
         run.out.status(
@@ -107,15 +86,6 @@ def _why_they_stay(report: CompressReport) -> str:
     if report.loss is None:
         return "exact records stay: --drop-raw asks for a measured loss, so leave --questions 0 out"
     return "exact records stay, and questions go on reading them"
-
-
-def _tell_of_profile(run: Run, report: CompressReport) -> None:
-    size, level = (report.profile or {}).get("bytes", 0), max(report.levels, key=lambda level: level.bytes)
-    if level.chunks and level_of(level.level).profiled and size > level.bytes > 0:
-        run.out.status(
-            f"the codec's profile takes {shown_size(size)}, once, more than the {shown_size(level.bytes)} of "
-            f"{counted(level.chunks, 'chunk')}: it pays in a larger store, or with --profile STORE"
-        )
 
 
 def _lacks_rows(report: CompressReport) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from kvtool.cli.commands import new_app
 from kvtool.cli.options import Run, takes
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.common.sizes import counted
@@ -18,10 +17,7 @@ if TYPE_CHECKING:
 
 _LABELS = {"ok": "ok", "warning": "warning", "failed": "FAILED"}
 
-app = new_app()
 
-
-@app.command()
 @takes(
     StoreOptions,
     RemoteOptions,

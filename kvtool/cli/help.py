@@ -5,16 +5,15 @@ from __future__ import annotations
 import difflib
 import re
 from importlib.resources import files
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-import typer.main
 
 from kvtool.cli.commands import new_app
 from kvtool.cli.out import Out
 from kvtool.core.errors import UsageError
 
-app = new_app()
+help_app = new_app()
 
 PAGES = {  # by folder of kvtool/docs
     "guide": {
@@ -57,43 +56,41 @@ _ALSO_CALLED = {"modes": "concepts", "parameters": "concepts"}
 _PAGE_LINK = re.compile(r"\[([^]]+)\]\((?:\.\./[a-z]+/)?([a-z-]+)\.md(?:#[^)]*)?\)")
 
 
-@app.command("help")
+@help_app.command("help")
 def show_help(
     topic: Annotated[
         list[str] | None,
         typer.Argument(
-            help="A page, or a command; without one all pages are listed.",
+            help="A page; without one all pages are listed.",
             show_default=False,
             autocompletion=lambda: [*TOPICS],
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show a page of the documentation, or the options of a command."""
+    """Show a page of the documentation."""
     out = Out("json" if json else "human")
     if not topic:
         out.result({"topics": [{"name": name, "about": line} for name, line in TOPICS.items()]}, lambda: _list(out))
         return
     from kvtool.cli.app import COMMANDS, group_of
 
-    if topic[0] in COMMANDS:
-        text = _command_help(topic)
-        out.result({"topic": " ".join(topic), "text": text}, lambda: out.print(text))
-        return
     name = " ".join(topic).strip().lower().removesuffix(".md")
     name = _ALSO_CALLED.get(name, name)
     if name not in TOPICS:
         near = difflib.get_close_matches(name, TOPICS, n=1, cutoff=0.6)
         hint = f"did you mean {near[0]!r}?" if near else "`kvtool help` lists them"
-        if group := group_of(topic[0]):
-            hint = f"did you mean `kvtool help {group} {topic[0]}`?"
+        if topic[0] in COMMANDS:
+            hint = f"`kvtool {' '.join(topic)} --help` shows a command"
+        elif group := group_of(topic[0]):
+            hint = f"did you mean `kvtool {group} {topic[0]} --help`?"
         raise UsageError(f"there is no page {' '.join(topic)!r}", hint)
     text = page(name)
     shown = _PAGE_LINK.sub(r"\1 (`kvtool help \2`)", text)
     out.result({"topic": name, "text": text}, lambda: out.markdown(shown))
 
 
-show_help.examples = ("help concepts", "help store ls", "help cron --json")  # type: ignore[attr-defined]
+show_help.examples = ("help concepts", "help cron --json")  # type: ignore[attr-defined]
 
 
 def page(name: str) -> str:
@@ -104,16 +101,3 @@ def page(name: str) -> str:
 def _list(out: Out) -> None:
     out.table(("page", "about"), list(TOPICS.items()))
     out.print("\n`kvtool help PAGE` shows one; `kvtool COMMAND --help` says what a command takes.")
-
-
-def _command_help(words: list[str]) -> str:
-    from kvtool.cli.app import app as every_command
-
-    command: Any = typer.main.get_command(every_command)
-    context = command.context_class(command, info_name="kvtool", **command.context_settings)
-    for word in words:
-        if not hasattr(command, "resolve_command"):
-            raise UsageError(f"`kvtool help {' '.join(words)}`: there is no command {word!r} in it", "leave it out")
-        name, command, _ = command.resolve_command(context, [word])
-        context = command.context_class(command, info_name=name, parent=context, **command.context_settings)
-    return str(command.get_help(context))

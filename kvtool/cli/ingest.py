@@ -1,14 +1,14 @@
-"""`kvtool ingest`: read, split, prefill, store."""
+"""`kvtool ingest`: read, split, prefill, store; `kvtool watch` does it again whenever files change."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from contextlib import closing
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from kvtool.cli.commands import new_app
 from kvtool.cli.options import Run, takes, tell_budget
 from kvtool.cli.out import error_json, plain
 from kvtool.cli.terminal import one_line
@@ -16,16 +16,25 @@ from kvtool.core.cache.options import StoreOptions
 from kvtool.core.codec.levels import level_of, shown_loss
 from kvtool.core.common.sizes import counted
 from kvtool.core.corpus.walk import Skip
-from kvtool.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_PARTIAL, KvtoolError
-from kvtool.core.ingest.options import IngestOptions
-from kvtool.core.ingest.report import PHASES, EventLog, IngestReport
+from kvtool.core.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_PARTIAL,
+    EXIT_TERMINATED,
+    KvtoolError,
+    UsageError,
+)
+from kvtool.core.ingest.options import IngestOptions, WatchOptions
+from kvtool.core.ingest.report import PHASES, Documents, EventLog, IngestReport
+from kvtool.core.options.option import options_of
 
-_NOTICED_S = 3.0  # seconds of other work from which on they are explained
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
-app = new_app()
+    from kvtool.core.ingest.watcher import Watcher
 
 
-@app.command()
 @takes(
     IngestOptions,
     StoreOptions,
@@ -120,8 +129,8 @@ def _show(run: Run, report: IngestReport) -> None:
     run.out.print(
         f"{report.tokens:,} tokens{rate}, {report.kv_bytes / 1e6:,.1f} MB of KV, {report.seconds:.1f} s in all"
     )
-    if run.out.verbosity > 0 or is_mostly_beside(report):
-        run.out.prose(time_of(report))
+    if run.out.verbosity > 0:
+        run.out.prose(_time_of(report))
 
 
 def known_failures(report: IngestReport) -> str:
@@ -135,11 +144,91 @@ def _counted(count: int, kind: str) -> str:
     return counted(count, kind) if kind in ("image", "archive") else f"{count} {kind}"
 
 
-def is_mostly_beside(report: IngestReport) -> bool:
-    return report.tokens > 0 and sum(report.phases.values()) > max(_NOTICED_S, report.seconds / 2)
-
-
-def time_of(report: IngestReport) -> str:
+def _time_of(report: IngestReport) -> str:
     parts = [f"{report.prefill_seconds:.1f} s computing chunks"]
     parts += [f"{report.phases[name]:.1f} s {what}" for name, what in PHASES.items() if name in report.phases]
     return f"of these {', '.join(parts)}"
+
+
+# it syncs, continues after errors, and reports each file at once
+_NOT_HERE = ("sync", "retry", "strict", "dry_run", "continue_on_error", "log")
+_TAKEN = [name for name in options_of(IngestOptions) if name not in _NOT_HERE]
+
+
+@takes(
+    WatchOptions.some("debounce", *_TAKEN),
+    StoreOptions,
+    examples=("watch docs notes.md", "watch docs --exclude drafts --debounce 5s"),
+    common="include exclude debounce split chunk_tokens level system embedder max_size store model device",
+)
+def watch(
+    run: Run,
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Files and folders.", show_default=False)],
+) -> None:
+    """Ingest files and folders again whenever they change, until Ctrl-C; remove deleted files."""
+    options = replace(run.get(WatchOptions), paths=tuple(paths))
+    if run.out.mode == "json":
+        raise UsageError("a watch has no end, and so no one JSON object", "--jsonl prints an event a line")
+    tell_budget(run, options.max_size)
+    _watch(run, options)
+
+
+def _watch(run: Run, options: WatchOptions) -> NoReturn:
+    from kvtool.core.ingest.watcher import Watcher
+
+    done = Documents()
+    try:
+        with closing(Watcher(run.folder, options)) as watcher:
+            _tell_start(run, options, _round(run, watcher, done, catching_up=True))
+            while True:
+                run.out.idle()
+                watcher.wait()
+                _round(run, watcher, done)
+    except KeyboardInterrupt as ended:
+        _tell_end(run, done)
+        raise typer.Exit(EXIT_INTERRUPTED) from ended
+    except SystemExit as ended:
+        if ended.code == EXIT_TERMINATED:
+            _tell_end(run, done)
+        raise
+
+
+def _round(run: Run, watcher: Watcher, done: Documents, catching_up: bool = False) -> IngestReport | None:
+    with run.out.job() as events:
+        report = watcher.round(replace(events, took=_teller(run, quiet=catching_up)))
+    if report is not None:
+        run.out.event("summary", **report.to_json())
+        for name, count in asdict(report.documents).items():
+            setattr(done, name, getattr(done, name) + count)
+    return report
+
+
+def _tell_end(run: Run, done: Documents) -> None:
+    run.out.status(
+        f"no longer watching: {done.added} added, {done.changed} changed, {done.removed} removed; "
+        "the next start ingests what changed meanwhile"
+    )
+
+
+def _teller(run: Run, quiet: bool) -> Callable[[str, str, int], None]:
+    out = run.out
+
+    def took(path: str, what: str, chunks: int) -> None:
+        line = f"{what} {path}" + (f": {counted(chunks, 'chunk')}" if chunks else "")
+        out.event("status", message=line, path=path, change=what, chunks=chunks)
+        if out.verbosity >= (1 if quiet else 0):
+            out.print(one_line(line))
+
+    return took
+
+
+def _tell_start(run: Run, options: WatchOptions, report: IngestReport | None) -> None:
+    if report is not None:
+        done = report.documents
+        run.out.status(
+            f"up to date: {done.added} documents added, {done.changed} changed, {done.unchanged} unchanged, "
+            f"{done.removed} removed"
+        )
+        if report.known_failures:
+            run.out.status(known_failures(report))
+    run.out.status(f"watching {', '.join(map(str, options.paths))} (Ctrl-C ends it)")

@@ -1,17 +1,16 @@
-"""`kvtool inspect`: the store at a glance, and one command for each report in `kvtool/reports`."""
+"""`kvtool inspect`: the store at a glance, and a command for each report in `kvtool/reports`; `kvtool eval` is one."""
 
 from __future__ import annotations
 
 import inspect as signatures
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import typer
 import typer.core
-import typer.main
 
-from kvtool.cli.commands import LazyGroup, new_app
+from kvtool.cli.commands import LazyGroup, build_command, new_app
 from kvtool.cli.options import ManyValues, Question, Run, is_flag, open_any_store, takes
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.errors import KvtoolError
@@ -32,7 +31,7 @@ class Reports(LazyGroup):
             self.add_command(typer.core.TyperCommand(name, hidden=True, rich_markup_mode=None))
 
     def load(self, name: str) -> Any:
-        return typer.main.get_command(report_app(load_report(name)))
+        return build_command(report_command(load_report(name)))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, self._name_first(args))
@@ -45,12 +44,12 @@ class Reports(LazyGroup):
         return [args[at], *args[:at], *args[at + 1 :]] if at < len(args) and args[at] in self.commands else args
 
 
-app = new_app(
+inspect_app = new_app(
     help="Show the store at a glance, or make one report about it; `kvtool inspect REPORT --help` describes one."
 )
 
 
-@app.callback(cls=Reports, invoke_without_command=True)
+@inspect_app.callback(cls=Reports, invoke_without_command=True)
 @takes(*_EVERY)
 def inspect(run: Run, ctx: typer.Context) -> int | None:
     """Show the store at a glance if no report is named."""
@@ -59,7 +58,7 @@ def inspect(run: Run, ctx: typer.Context) -> int | None:
     return None
 
 
-def report_app(report: Report) -> typer.Typer:
+def report_command(report: Report) -> Callable[..., int | None]:
     def command(run: Run, about: str | None = None) -> int | None:
         return show(run, report, about)
 
@@ -73,11 +72,11 @@ def report_app(report: Report) -> typer.Typer:
         )
     command.__doc__ = report.find.__doc__
     command.__signature__ = signatures.Signature(parameters)  # type: ignore[attr-defined]
-    alone = new_app()
-    alone.command(cls=Question if report.about == "QUESTION" else ManyValues)(
-        takes(*report.takes, *_EVERY, examples=report.examples)(command)
-    )
-    return alone
+    cls = Question if report.about == "QUESTION" else ManyValues
+    return takes(*report.takes, *_EVERY, examples=report.examples, cls=cls)(command)
+
+
+eval = report_command(load_report("eval"))  # the report on one's own questions
 
 
 def show(run: Run, report: Report, about: str | None = None) -> int | None:

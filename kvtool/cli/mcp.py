@@ -6,7 +6,6 @@ import importlib.util
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-from kvtool.cli.commands import new_app
 from kvtool.cli.options import Run, takes
 from kvtool.core.agent.options import AgentOptions
 from kvtool.core.cache.options import StoreOptions
@@ -19,10 +18,7 @@ from kvtool.core.query.options import QueryOptions
 if TYPE_CHECKING:
     from kvtool.core.agent.tools import Tools
 
-app = new_app()
 
-
-@app.command()
 @takes(
     AgentOptions,
     QueryOptions.some(*("top_k", "retriever", "embedder", "fusion", "ratio", "level", "set", "max_tokens", "system")),

@@ -1,18 +1,11 @@
 """Options of commands: the flags that rooms declare, their parsing, and the `Run` that a command gets.
 
-A command module holds `app`, made by `new_app`, and decorates its functions with `takes`::
+A command is a function of its name, decorated with `takes`::
 
-    @dataclass(frozen=True, kw_only=True)
-    class QueryFlags(Options):  # what only the command line has; see core/options/option.py
-        batch: Path | None = option(None, "Answer every question of a file.", group=ANSWER, setting=False)
-
-    app = new_app()
-
-    @app.command()
-    @takes(QueryFlags, QueryOptions, ModelOptions, StoreOptions.some("store"), examples=('query "Who?"', …))
+    @takes(QueryOptions, ModelOptions, StoreOptions.some("store"), examples=('query "Who?"', …))
     def query(run: Run, question: Annotated[str, typer.Argument(help="What to ask.")]) -> None:
         \"\"\"Answer a question from the store's documents.\"\"\"
-        run.get(QueryFlags).batch, run.get(QueryOptions).ratio, run.folder
+        run.get(QueryOptions).ratio, run.folder
 
 `takes` puts in the place of the parameter `run` the flags of these options, under their groups' headings and in this
 order, then those of every command (`--json`, …). It resolves all layers before the function runs, so no command
@@ -25,7 +18,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -40,7 +32,6 @@ from kvtool.cli.commands import EVERYWHERE, HELP_ALL, Command
 from kvtool.cli.out import Mode, Out
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.collecting import paused_collection
-from kvtool.core.common.machine import FEATURES, lacks_avx2
 from kvtool.core.common.plugins import troubles
 from kvtool.core.common.sizes import shown_size
 from kvtool.core.common.switches import check_switches
@@ -73,14 +64,6 @@ ANYWHERE: tuple[type[Options], ...] = (StoreOptions, LockOptions, RemoteOptions,
 
 
 _DEVICE = "device"  # the option of commands that may run the model
-_OLD_CPU = "no AVX2: the model and kvtool's own kernels run at about a quarter of the speed of a CPU that has it"
-
-
-def _warn_of_old_cpu(out: Out) -> None:
-    subject, remedy = f"{FEATURES} names", f"unset {FEATURES} for all that the CPU can do"
-    if not os.environ.get(FEATURES):
-        subject, remedy = "this CPU has", "a CPU from after 2013 or `--device cuda` is faster"
-    out.warning(f"{subject} {_OLD_CPU}", f"answers are the same; {remedy}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +78,11 @@ class Run:
     def folder(self) -> Path:
         return self.get(StoreOptions).folder
 
+    def open_store(self) -> Store:
+        from kvtool.core.cache.store import Store
+
+        return Store.open(self.folder)
+
     @property
     def max_loss(self) -> float:
         return self.resolved.get(QueryOptions, "set").max_loss
@@ -105,12 +93,15 @@ class Run:
 
 
 def takes(
-    *wanted: type[Options] | Part, examples: tuple[str, ...] = (), common: str = ""
+    *wanted: type[Options] | Part,
+    examples: tuple[str, ...] = (),
+    common: str = "",
+    cls: type[typer.core.TyperCommand] = Command,
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Give a command the flags of these options, and those of every command.
 
     `wanted`: rooms' options, or some of them, in the order of the help. `examples`: without the word `kvtool`.
-    `common`: names of the options that `--help` shows, in its order; empty: all.
+    `common`: names of the options that `--help` shows, in its order; empty: all. `cls`: how it reads its words.
     """
     chosen = _chosen(wanted)
 
@@ -129,14 +120,12 @@ def takes(
                 out.warning(trouble, hint)
             if _DEVICE in chosen:
                 check_switches()
-                if lacks_avx2():
-                    _warn_of_old_cpu(out)
             return function(run=run, **values)
 
         mine = [p.replace(kind=p.KEYWORD_ONLY) for p in own.parameters.values() if p.name != "run"]
         options = [_parameter(name, option) for name, option in chosen.items()]
         options += [_parameter(name, option, hidden=True) for name, option in unused.items()]
-        command.examples, command.options, command.common = examples, chosen, common.split()  # type: ignore[attr-defined]
+        vars(command).update(examples=examples, options=chosen, common=common.split(), cls=cls)
         shared = EVERYWHERE | ({"help_all": (HELP_ALL, False)} if common else {})
         keywords = [_keyword(name, *each) for name, each in shared.items()]
         parameters = [*mine, *options, *keywords]  # for typer, which reads the signature and the annotations
@@ -253,11 +242,9 @@ def is_flag(option: Any) -> bool:
 
 
 def open_any_store(run: Run) -> Store:
-    from kvtool.core.cache.store import Store
-
     place = run.get(StoreOptions).place
     if isinstance(place, Path):
-        return Store.open(place)
+        return run.open_store()
     from kvtool.core.remote.mirror import open_shared
 
     timeout = run.get(RemoteOptions).remote_timeout
@@ -298,11 +285,9 @@ def load_session(
 
 
 def tell_budget(run: Run, max_size: int | None) -> None:
-    from kvtool.core.cache.store import Store
-
     if max_size is None:
         return
-    with suppress(KvtoolError), Store.open(run.folder) as store:  # otherwise the command reports the error
+    with suppress(KvtoolError), run.open_store() as store:  # otherwise the command reports the error
         kept = store.budget()
         if kept is not None and kept != max_size:
             run.out.status(

@@ -20,6 +20,7 @@ from typing import IO, Any, Literal
 
 from kvtool.cli.progress import (
     EVENT_EVERY_S,
+    LOG_EVERY_S,
     VERBOSE_EVERY_S,
     Bar,
     Log,
@@ -50,6 +51,7 @@ from kvtool.core.errors import EXIT_DONE, KvtoolError
 Mode = Literal["human", "json", "jsonl"]
 _VERBOSE = re.compile("-v+|--verbose")
 SCHEMA = 1  # of every JSON object
+_COLOURS = {"warning": 33, "failed": 31, "error": 31, "hint": 36}  # of a line's label
 
 
 class OutputClosed(SystemExit):
@@ -157,15 +159,10 @@ class Out:
             pass
 
     def spinning(self, words: str) -> AbstractContextManager[None]:
-        """Show a spinner on a terminal while the block runs, elsewhere lines of what takes long; nothing with --quiet,
-        and no lines with -v and --jsonl, which have their own."""
-        if self.verbosity >= 0 and can_draw(self._stderr):
-            return showing(Screen(self._stderr), words)
-        if self.verbosity != 0 or self.mode == "jsonl":
+        """Show a spinner on a terminal while the block runs; nothing with --quiet."""
+        if self.verbosity < 0 or not can_draw(self._stderr):
             return nullcontext()
-        log = Log(self._log)
-        log.start()
-        return showing(log, "working")
+        return showing(Screen(self._stderr), words)
 
     def detail(self, text: str) -> None:
         if self.verbosity >= 1:
@@ -190,20 +187,16 @@ class Out:
         text, hint = scrubbed(text), scrubbed(hint)
         self.event("warning", message=text, hint=hint, **facts)
         if self.verbosity >= 0 or even_quiet:
-            self._say(text, label="warning", colour=33)
-            if hint:
-                self._say(hint, label="hint", colour=36)
+            self._say(text, "warning", hint)
 
     def failed(self, what: str, reason: str) -> None:
         """Say which part of the work failed while the rest continues; with --quiet too."""
         self.event("warning", message=f"failed: {what}: {reason}", path=what, error=reason)
-        self._say(one_line(f"{what}: {reason}"), label="failed", colour=31)
+        self._say(one_line(f"{what}: {reason}"), "failed")
 
     def error(self, error: KvtoolError, exit_code: int | None = None) -> None:
         facts = error_json(error, exit_code)
-        self._say(facts["message"], label="error", colour=31)
-        if facts["hint"]:
-            self._say(facts["hint"], label="hint", colour=36)
+        self._say(facts["message"], "error", facts["hint"])
         if self.mode == "json":
             self.json({"error": facts})
         self.event("error", error=facts)
@@ -211,37 +204,30 @@ class Out:
     def progress(self, label: str, total: float | None = None, unit: str = "tokens") -> AbstractContextManager[Bar]:
         """A bar on a terminal, else a line every half minute, every ten seconds at -v, a status event each second in
         the jsonl mode."""
-        return self._display().bar(one_line(label), total, unit)
+        return (running() or self._log()).bar(one_line(label), total, unit)
 
-    def _display(self) -> Screen | Log:
-        display = running()
-        if isinstance(display, Screen):
-            return display
+    def _log(self) -> Log:
         if self.mode == "jsonl":
-            return Log(lambda text, facts: self.status(text, **facts), EVENT_EVERY_S, EVENT_EVERY_S)
-        if self.verbosity >= 1:
-            return Log(self._log, VERBOSE_EVERY_S, VERBOSE_EVERY_S)
-        return display or Log(lambda text, facts: None)
-
-    def _log(self, text: str, facts: Mapping[str, Any]) -> None:
-        self.status(text)
+            return Log(lambda text, facts: self.status(text, **facts), EVENT_EVERY_S)
+        return Log(lambda text, facts: self.status(text), VERBOSE_EVERY_S if self.verbosity >= 1 else LOG_EVERY_S)
 
     @contextmanager
     def job(self) -> Iterator[Events]:
         """Show the events of a job: a bar for each step, from when its length is known, warnings, files by name."""
-        bars: list[Bar] = []  # that of the present step
+        bar: Bar | None = None  # that of the present step
         with ExitStack() as step_over:
 
             def step(label: str, total: int, unit: str) -> None:
+                nonlocal bar
                 step_over.close()
-                bars[:] = [step_over.enter_context(self.progress(label, total, unit))]
+                bar = step_over.enter_context(self.progress(label, total, unit))
 
             def expect(total: float) -> None:
-                for bar in bars:
+                if bar is not None:
                     bar.expect(total)
 
             def advance(count: float) -> None:
-                for bar in bars:
+                if bar is not None:
                     bar.advance(count)
 
             def say(text: str, hint: str) -> None:
@@ -290,7 +276,7 @@ class Out:
             raise KvtoolError(f"cannot write to standard output: {reason}", "free some space, or redirect elsewhere")
         raise OutputClosed from None
 
-    def _say(self, text: str, label: str = "", colour: int = 0) -> None:
+    def _say(self, text: str, label: str = "", hint: str = "") -> None:
         if self._in_line and self._stdout.is_beside(self._stderr):
             self.end_line()  # on one screen, or in one file, not after half an answer
         text = clean(f"{label}: {text}" if label else text)
@@ -298,10 +284,12 @@ class Out:
             text = wrapped(text, max(1, columns - 2))
         text = text.replace("\n", "\n  ")  # a file's name may hold a line of its own
         if label and not self._isplain():
-            text = f"\x1b[1;{colour}m{label}\x1b[0m{text.removeprefix(label)}"
+            text = f"\x1b[1;{_COLOURS[label]}m{label}\x1b[0m{text.removeprefix(label)}"
         with suppress(OSError, ValueError), hide_activity():  # if stderr is closed, too, no warning can be shown
             self._stderr.write(text + "\n")
             self._stderr.flush()
+        if hint:
+            self._say(hint, "hint")
 
     def _marked(self, text: str, colour: int) -> tuple[str, str]:
         if colour and self._isplain():

@@ -1,4 +1,4 @@
-"""Progress of a command: a spinner or a bar, drawn by rich on a terminal; lines about what takes long elsewhere."""
+"""Progress of a command: a spinner or a bar, drawn by rich on a terminal; a line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -14,14 +14,11 @@ from typing import IO, TYPE_CHECKING, Any, cast
 from kvtool.cli.terminal import SafeStream, one_line
 
 if TYPE_CHECKING:
-    from rich.live import Live
     from rich.progress import Progress as RichProgress
     from rich.progress import Task
-    from rich.spinner import Spinner
 
 PATIENCE_S = 0.2  # before a spinner is drawn
-LOG_AFTER_S, LOG_EVERY_S = 5.0, 30.0  # a line of what is being done, where nothing can be drawn
-VERBOSE_EVERY_S, EVENT_EVERY_S = 10.0, 1.0
+LOG_EVERY_S, VERBOSE_EVERY_S, EVENT_EVERY_S = 30.0, 10.0, 1.0  # between two lines where nothing can be drawn
 _WINDOW_S = 300.0  # of a speed: rich knows none where a step takes longer
 _FORECAST_SHARE = 0.05  # of the work, after which the time left is estimated: the first step warms up the model
 _FRAMES_PER_S = 10.0
@@ -49,10 +46,6 @@ class Bar:
     def expect(self, total: float) -> None:
         """Set the expected total."""
         self.task.total = total  # rich's `update` would forget the speed
-
-    def describe(self, label: str) -> None:
-        self.label = one_line(label)
-        self._show(self)
 
     def text(self) -> str:
         return f"{self.label}: {pace_text(self.task)}"
@@ -85,10 +78,10 @@ def speed_text(speed: float | None, unit: str) -> str:
     return f"{speed:,.{0 if speed >= 10 else 1 if speed >= 0.1 else 2}f} {unit}/s"
 
 
-def rich_bars(stream: SafeStream) -> RichProgress:
-    """Bars that are counted, and drawn where a `Screen` shows them."""
+def rich_bars(stream: SafeStream, is_counted: bool = True) -> RichProgress:
+    """Bars that are counted, or a spinner; drawn where a `Screen` shows them."""
     from rich.console import Console
-    from rich.progress import BarColumn, ProgressColumn, TextColumn
+    from rich.progress import BarColumn, ProgressColumn, SpinnerColumn, TextColumn
     from rich.progress import Progress as RichProgress
     from rich.text import Text
 
@@ -98,9 +91,19 @@ def rich_bars(stream: SafeStream) -> RichProgress:
         def render(self, task: Task) -> Text:
             return Text(pace_text(task) if task.fields.get("is_counting", True) else "")
 
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(12), PaceColumn())  # within 80 columns
     console = Console(file=cast(IO[str], stream), markup=False, highlight=False, emoji=False)
-    return RichProgress(*columns, console=console, speed_estimate_period=_WINDOW_S, get_time=time.monotonic)
+    words = TextColumn("{task.description}", markup=False)
+    spinner = SpinnerColumn("line" if console.options.ascii_only else "dots", style=None)
+    return RichProgress(
+        *((words, BarColumn(12), PaceColumn()) if is_counted else (spinner, words)),  # within 80 columns
+        console=console,
+        transient=True,
+        refresh_per_second=_FRAMES_PER_S,
+        redirect_stdout=is_counted,  # other libraries' words come above a bar
+        redirect_stderr=is_counted,
+        speed_estimate_period=_WINDOW_S,
+        get_time=time.monotonic,
+    )
 
 
 class Screen:
@@ -113,7 +116,7 @@ class Screen:
     def __init__(self, stream: SafeStream) -> None:
         self._stream, self._words = stream, ""
         self._bars: RichProgress | None = None
-        self._live: Live | None = None
+        self._shown: RichProgress | None = None
         self._lock = threading.RLock()
         self._is_ready = self._is_over = False
         self._timer = threading.Timer(PATIENCE_S, self._begin)
@@ -123,11 +126,10 @@ class Screen:
     def say(self, words: str, bar: Bar | None = None) -> None:
         """Name the present activity; with a bar, it is the bar's own."""
         with self._lock:
-            if self._bars is not None:
-                task = self._bars.tasks[0]
-                self._bars.update(task.id, description=one_line(words), is_counting=bar is not None)
-            else:
+            if self._bars is None:
                 self._words = one_line(words)
+            if shown := self._bars or self._shown:
+                shown.update(shown.task_ids[0], description=one_line(words), is_counting=bar is not None)
             self._draw()
 
     @contextmanager
@@ -172,111 +174,42 @@ class Screen:
             self._draw()
 
     def _draw(self) -> None:
-        is_shown = self._bars is not None or bool(self._words)
-        if self._live is not None or not is_shown or not self._is_ready or self._is_over:
+        if self._shown is not None or not self._is_ready or self._is_over or not (self._bars or self._words):
             return
-        from rich.live import Live
-        from rich.spinner import Spinner
-        from rich.text import Text
-
-        console = (self._bars or rich_bars(self._stream)).console
-        spinner = Spinner("line" if console.options.ascii_only else "dots")
-
-        def line() -> RichProgress | Spinner:
-            spinner.update(text=Text(self._words))
-            return self._bars or spinner
-
-        redirected = self._bars is not None  # other libraries' words come above a bar
-        self._live = Live(
-            get_renderable=line,
-            console=console,
-            refresh_per_second=_FRAMES_PER_S,
-            transient=True,
-            redirect_stdout=redirected,
-            redirect_stderr=redirected,
-        )
+        self._shown = self._bars or rich_bars(self._stream, is_counted=False)
+        if self._bars is None:
+            self._shown.add_task(self._words, total=None)
         with suppress(OSError, ValueError):
-            self._live.start(refresh=True)
-            console.show_cursor()  # a killed process leaves the terminal as it is
+            self._shown.start()
+            self._shown.console.show_cursor()  # a killed process leaves the terminal as it is
 
     def _clear(self) -> None:
-        live, self._live = self._live, None
-        if live is not None:
+        shown, self._shown = self._shown, None
+        if shown is not None:
             with suppress(OSError, ValueError):
-                live.stop()
+                shown.stop()
 
 
 class Log:
-    """Lines about what takes long, where nothing can be drawn: one when an activity has taken `after` seconds, then one
-    `every` so many, however short the activities are. `put` gets a line and the facts in it."""
+    """Lines about a step that is counted, where nothing can be drawn: one `every` so many seconds, when it advances.
+    `put` gets a line and the facts in it."""
 
-    def __init__(
-        self, put: Callable[[str, Mapping[str, Any]], None], after: float = LOG_AFTER_S, every: float = LOG_EVERY_S
-    ) -> None:
-        self._put, self._after, self._every = put, after, every
-        self._words = ""
-        self._bar: Bar | None = None
-        self._began = self._last = self._ended = time.monotonic()
-        self._is_new = False  # no line has named the activity yet
-        self._over = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Look every second whether a line is due."""
-        self._thread = threading.Thread(target=self._run, name="kvtool-log", daemon=True)
-        self._thread.start()
-
-    def say(self, words: str, bar: Bar | None = None) -> None:
-        """Name the present activity; with a bar, its line is the bar's."""
-        now = time.monotonic()
-        if not self._words:
-            self._last += now - self._ended  # nothing was done meanwhile
-        if words != self._words:
-            self._words, self._began, self._is_new = words, now, True
-        self._bar = bar
+    def __init__(self, put: Callable[[str, Mapping[str, Any]], None], every: float) -> None:
+        self._put, self._every = put, every
+        self._last = time.monotonic()
 
     @contextmanager
     def bar(self, label: str, total: float | None, unit: str) -> Iterator[Bar]:
-        """Log how far a step is; without a thread, only when it advances."""
-        bar = Bar(rich_bars(SafeStream(None)), label, total, unit, self._step)
-        self.say(label, bar)
-        try:
-            yield bar
-        finally:
-            self.say("working")
+        yield Bar(rich_bars(SafeStream(None)), label, total, unit, self._step)
 
     def _step(self, bar: Bar) -> None:
-        self.say(bar.label, bar)
-        if self._thread is None:
-            self.tick()
-
-    @contextmanager
-    def aside(self, until_new_words: bool = False) -> Iterator[None]:
-        """Let others write; with `until_new_words` the activity is over."""
-        if until_new_words and self._words:
-            self._words, self._bar, self._ended = "", None, time.monotonic()
-        yield
-
-    def stop(self) -> None:
-        self._over.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def tick(self) -> None:
-        now, words, bar = time.monotonic(), self._words, self._bar
-        is_due = now - self._last >= self._every or (self._is_new and now - self._began >= self._after)
-        if words and is_due:
-            lasting = words if self._is_new else f"{words}, for {timedelta(seconds=round(now - self._began))}"
-            self._last, self._is_new = now, False
-            self._put(bar.text() if bar else lasting, bar.facts() if bar else {})
-
-    def _run(self) -> None:
-        while not self._over.wait(1.0):
-            self.tick()
+        if (now := time.monotonic()) - self._last >= self._every:
+            self._last = now
+            self._put(bar.text(), bar.facts())
 
 
 # That of the command that runs, as there is one terminal; none before one does, and where it is to be quiet.
-_running: list[Screen | Log] = []
+_running: list[Screen] = []
 
 
 def can_draw(stream: SafeStream) -> bool:
@@ -284,7 +217,7 @@ def can_draw(stream: SafeStream) -> bool:
 
 
 @contextmanager
-def showing(display: Screen | Log, words: str) -> Iterator[None]:
+def showing(display: Screen, words: str) -> Iterator[None]:
     """Show the activity of the block on this display, first these words."""
     _running.append(display)
     try:
@@ -295,7 +228,7 @@ def showing(display: Screen | Log, words: str) -> Iterator[None]:
         _running.remove(display)
 
 
-def running() -> Screen | Log | None:
+def running() -> Screen | None:
     return _running[-1] if _running else None
 
 

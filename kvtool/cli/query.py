@@ -1,4 +1,4 @@
-"""`kvtool query`: find, load, fuse, answer."""
+"""`kvtool query`: find, load, fuse, answer one question or a file of them; `kvtool search` only finds."""
 
 from __future__ import annotations
 
@@ -6,40 +6,53 @@ import functools
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvtool.cli.answers import end_answer, show_decision, show_explained, show_numbers, show_runs, show_sources
-from kvtool.cli.batch import answer_batch
-from kvtool.cli.commands import new_app
+from kvtool.cli.answers import (
+    cited,
+    end_answer,
+    show_corrections,
+    show_decision,
+    show_explained,
+    show_numbers,
+    show_runs,
+    show_sources,
+)
 from kvtool.cli.keep_alive import answer_by_server, check_keep_alive, is_keep_alive_given
-from kvtool.cli.options import Question, Run, load_session, open_any_store, takes
+from kvtool.cli.options import ManyValues, Question, Run, load_session, open_any_store, takes
+from kvtool.cli.out import error_json
 from kvtool.core.cache.options import LockOptions, StoreOptions
+from kvtool.core.common.sizes import counted
 from kvtool.core.common.timeline import Timeline, add_span, process_started
-from kvtool.core.errors import KvtoolError, UsageError, did_you_mean
+from kvtool.core.errors import EXIT_FAILED, EXIT_PARTIAL, GateError, KvtoolError, UsageError, did_you_mean
 from kvtool.core.fusion.options import INSIDE, FusionOptions
 from kvtool.core.fusion.selectors import FUSIONS, REFERENCE
 from kvtool.core.model.options import ANSWER, ModelOptions, SamplingOptions
 from kvtool.core.options.option import Options, option
 from kvtool.core.query.options import ChunkChoice, QueryOptions
-from kvtool.core.query.reply import Request
+from kvtool.core.query.reply import Request, numbers, summarise
 from kvtool.core.remote.options import RemoteOptions
 from kvtool.core.retrieval.options import RetrievalOptions
-from kvtool.serve.options import KeepOptions
+from kvtool.serve.options import KeepOptions, ServeOptions
 
 if TYPE_CHECKING:
+    from kvtool.core.cache.store import Store
     from kvtool.core.evaluate.audits import Audit
+    from kvtool.core.evaluate.measures import Row
     from kvtool.core.query.reply import Reply
     from kvtool.core.query.retrieve import Retrieved
+    from kvtool.core.retrieval.finder import Finder
     from kvtool.core.session.session import Session
 
+    Search = Retrieved | KvtoolError
 
-app = new_app()
 TIMELINE = "KVTOOL_TIMELINE"
 
 
@@ -51,7 +64,6 @@ class QueryFlags(Options, settings=False):
     compare: str | None = option(None, "Compare fusion modes with full recompute.", group=INSIDE, metavar="a,b,c")
 
 
-@app.command(cls=Question)
 @takes(
     *(SamplingOptions, RetrievalOptions.without("source", "embedder"), FusionOptions.without("set")),
     QueryOptions.without("source", "embedder"),
@@ -64,6 +76,7 @@ class QueryFlags(Options, settings=False):
     LockOptions,
     examples=('query "Who founded the observatory?"', 'query "Who founded it?" --fusion epic --top-k 8 --explain'),
     common="fusion ratio top_k documents chunks max_tokens system batch compare explain set keep_alive store model",
+    cls=Question,
 )
 def query(
     run: Run,
@@ -82,7 +95,8 @@ def query(
     modes = _modes(flags.compare)
     is_piped = sys.stdin is not None and not sys.stdin.closed and not sys.stdin.isatty()
     if question is None and flags.batch is None and is_piped:
-        question = _piped(run)
+        run.out.doing("reading the question from stdin")
+        question = _from_stdin() or None
     requests = _requests(question, flags.batch, run.get(ChunkChoice))
     if modes is not None:
         options.check_comparable()
@@ -101,7 +115,7 @@ def query(
 
         finder = Finder(store, run.out.warning)
         if flags.batch is not None:
-            return answer_batch(run, store, finder, requests, options, modes, timeline)
+            return _answer_batch(run, store, finder, requests, options, modes, timeline)
         retrieved = retrieve(store, finder, requests[0], options, timeline=timeline)
         options.check_of(store_identity(store), modes or ())  # before the model is loaded
         session = load_session(run, store, finder, timeline)
@@ -124,22 +138,25 @@ def _answer(run: Run, session: Session, request: Request, options: QueryOptions,
     if reply.explanations:
         show_explained(run.out, reply)
     show_sources(run.out, reply.chunks)
-    if options.audit:
-        _audit(run, session, reply, options)
+    if (done := _audit(session, reply, options, run.out.doing)) is not None:
+        run.out.status(_audited(done))
 
 
-def _audit(run: Run, session: Session, reply: Reply, options: QueryOptions) -> None:
+def _audit(
+    session: Session, reply: Reply, options: QueryOptions, doing: Callable[[str], None] = lambda words: None
+) -> Audit | None:
     """Answer in full, too, where this question is drawn: the printed answer is final."""
+    if not options.audit:
+        return None
     from kvtool.core.query.audit import audit_answer, is_audit_due
 
     if not is_audit_due(session, reply, options.audit):
-        return
-    run.out.doing("auditing")
-    if (done := audit_answer(session, reply, options)) is not None:
-        run.out.status(audited(done))
+        return None
+    doing("auditing")
+    return audit_answer(session, reply, options)
 
 
-def audited(audit: Audit) -> str:
+def _audited(audit: Audit) -> str:
     first, answer = (
         f"{'same' if same else 'another'} {what}"
         for same, what in ((audit.top1_agrees, "first token"), (audit.answer_equal, "answer"))
@@ -192,14 +209,6 @@ def _requests(question: str | None, batch: Path | None, choice: ChunkChoice) -> 
     return [Request(question, choice.chunks, choice.documents)]
 
 
-def _piped(run: Run) -> str | None:
-    run.out.doing("reading the question from stdin")
-    question = _from_stdin()
-    if lines := question.count("\n"):
-        run.out.status(f"{lines + 1} lines are one question; `kvtool chat` and --batch answer one after another")
-    return question or None
-
-
 def _from_stdin() -> str:
     if sys.stdin is None:  # started with it closed
         raise UsageError("there is no stdin to read the question from", "give the question as an argument")
@@ -229,3 +238,121 @@ def _timed() -> Iterator[Timeline | None]:
             timeline.write(path)
         except OSError as error:
             raise KvtoolError(f"the timeline {str(path)!r} cannot be written: {error.strerror}") from error
+
+
+# ---- a file of questions ----
+
+
+def _answer_batch(
+    run: Run,
+    store: Store,
+    finder: Finder,
+    requests: Sequence[Request],
+    options: QueryOptions,
+    modes: list[str] | None,
+    timeline: Timeline | None,
+) -> int | None:
+    from kvtool.core.session.identity import store_identity
+    from kvtool.core.session.session import Session
+
+    searches = [*_search_until_found(store, finder, requests, options, timeline)]
+    if isinstance(searches[-1], KvtoolError):
+        session = Session.open(store)
+    else:
+        options.check_of(store_identity(store), modes or ())  # before the model is loaded
+        # Modes that are compared each load for themselves.
+        memory_cache = run.get(ServeOptions).memory_cache if modes is None else None
+        session = load_session(run, store, finder, timeline, memory_cache)
+    rows: dict[str, list[Row]] = {}  # by mode, one row a question
+    failed = audited = 0
+    with run.out.progress("questions", total=len(requests), unit="questions") as bar:
+        for request, search in zip_longest(requests, searches):
+            facts = {"id": request.id} if request.id is not None else {}
+            try:
+                replies = _replies_to(session, request, options, modes, search)
+            except GateError:  # the next question would meet it, too
+                raise
+            except KvtoolError as error:
+                failed += 1
+                run.out.json({"type": "error", **facts, "question": request.question, "error": error_json(error)})
+            else:
+                for reply in replies:
+                    rows.setdefault(reply.asked_mode, []).append(numbers(reply))
+                answers = [reply.to_json() for reply in replies]
+                compared = {"question": request.question, "reference": REFERENCE, "runs": answers}
+                run.out.json(facts | (answers[0] if modes is None else compared))
+                audited += modes is None and _audit(session, replies[0], options) is not None
+            bar.advance()
+    runs = [summarise(mode, of) for mode, of in rows.items()]
+    head: dict[str, Any] = {"type": "summary", "count": len(requests) - failed, "failed": failed}
+    if modes is not None:
+        head |= {"reference": REFERENCE, "runs": runs}
+    else:
+        head = (runs[0] if runs else {}) | head | ({"audited": audited} if options.audit else {})
+    run.out.json(head)
+    if failed == len(requests):
+        return EXIT_FAILED
+    return EXIT_PARTIAL if failed else None
+
+
+def _search_until_found(
+    store: Store, finder: Finder, requests: Sequence[Request], options: QueryOptions, timeline: Timeline | None
+) -> Iterator[Search]:
+    """Search for each question before the model is loaded, up to the first that finds chunks."""
+    from kvtool.core.query.retrieve import retrieve
+
+    for request in requests:
+        try:
+            yield retrieve(store, finder, request, options, timeline=timeline)
+            return
+        except KvtoolError as error:
+            yield error
+
+
+def _replies_to(
+    session: Session, request: Request, options: QueryOptions, modes: list[str] | None, search: Search | None
+) -> list[Reply]:
+    from kvtool.core.query.answer import answer
+    from kvtool.core.query.audit import compare
+
+    if isinstance(search, KvtoolError):
+        raise search
+    if modes is not None:
+        return compare(session, request, options, modes, search)
+    return [answer(session, request, options, retrieved=search)]
+
+
+# ---- passages only ----
+
+_SHOWN = 240  # characters of a passage in a terminal
+
+
+@takes(
+    QueryOptions.some("top_k", "source", "retriever", "embedder", "offline", "set"),
+    StoreOptions,
+    RemoteOptions,
+    LockOptions,
+    examples=("search founded observatory", "search opening hours --top-k 20 --set search.min_score=0"),
+    cls=ManyValues,
+)
+def search(
+    run: Run, words: Annotated[list[str], typer.Argument(help="What to find.", metavar="WORDS...", show_default=False)]
+) -> None:
+    """Show the passages that match a question, best first. No language model is needed."""
+    from kvtool.core.query.retrieve import search
+    from kvtool.core.retrieval.finder import Finder
+
+    with open_any_store(run) as store:
+        report = search(store, Finder(store, run.out.warning), " ".join(words), run.get(QueryOptions))
+
+    def show() -> None:
+        for chunk in report.chunks:
+            text = " ".join(chunk.text.split())
+            run.out.prose(f"{chunk.score:.2f}  {cited(chunk)}")
+            run.out.prose(f"      {text[:_SHOWN]}{'…' if len(text) > _SHOWN else ''}\n")
+
+    show_corrections(run.out, report.corrections)
+    run.out.result(report.to_json(), human=show)
+    if report.chunks_omitted:
+        more = counted(report.chunks_omitted, "passage")
+        run.out.status(f"{more} more would help a question no further; --set search.min_score=0 shows all")

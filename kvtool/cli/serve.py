@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from kvtool.cli.commands import new_app
 from kvtool.cli.keep_alive import engine_of, missing_package
 from kvtool.cli.options import Run, takes
 from kvtool.cli.out import Out, OutputClosed
@@ -37,15 +36,12 @@ if TYPE_CHECKING:
     from kvtool.serve.metrics import Log
     from kvtool.serve.server import Listener
 
-app = new_app()
-
 
 @dataclass(frozen=True, kw_only=True)
 class ServeFlags(Options, settings=False):
     show_key: bool = option(False, "Print the first API key, and exit.", group=ACCESS)
 
 
-@app.command()
 @takes(
     ServeOptions,
     ServeFlags,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvtool.cli.commands import new_app
-from kvtool.cli.options import ManyValues, Run, takes
+from kvtool.cli.options import Run, takes
 from kvtool.cli.terminal import one_line
 from kvtool.cli.transfer import export, import_, pull, push
 from kvtool.core.cache.options import LockOptions, StoreOptions, VerifyOptions
@@ -35,7 +35,7 @@ Optional = Annotated[
     list[str] | None,
     typer.Argument(metavar="PATH|GLOB|ID...", help="Documents or chunks.", show_default=False),
 ]
-app = new_app("List, check, shrink, protect and share what is stored.")
+store_app = new_app("List, check, shrink, protect and share what is stored.")
 
 
 _CHUNKS = ("chunk", "tokens", "levels", "bytes", "used", "where")
@@ -44,7 +44,7 @@ _DAY = "%Y-%m-%d"
 _DIGITS = 12  # of an id, as elsewhere; `--json` has all of them
 
 
-@app.command()
+@store_app.command()
 @takes(
     ListOptions,
     StoreOptions,
@@ -52,11 +52,10 @@ _DIGITS = 12  # of an id, as elsewhere; `--json` has all of them
 )
 def ls(run: Run, targets: Optional = None) -> None:
     """List documents, or their chunks."""
-    from kvtool.core.cache.store import Store
     from kvtool.core.upkeep.listing import list_documents, listed
 
     options = run.get(ListOptions)
-    with Store.open(run.folder) as store, store.view():
+    with run.open_store() as store, store.view():
         documents = list_documents(store, targets or ())
         unfinished = len(store.unfinished_chunks())
 
@@ -102,14 +101,13 @@ def _time(seconds: int | None, otherwise: str, form: str) -> str:
     return otherwise if seconds is None else time.strftime(form, time.localtime(seconds))
 
 
-@app.command()
+@store_app.command()
 @takes(StoreOptions, examples=("store stats", "store stats --json"))
 def stats(run: Run) -> None:
     """Show counts, sizes and the size budget."""
-    from kvtool.core.cache.store import Store
     from kvtool.core.upkeep.inventory import sizes_of
 
-    with Store.open(run.folder) as store:
+    with run.open_store() as store:
         sizes = {"path": str(store.path)} | sizes_of(store)
     value = sizes | {"levels": level_rows(sizes["levels"])}
     run.out.result(value, human=lambda: run.out.table(("what", "value"), _flat(sizes | _in_short(sizes["prefix"]))))
@@ -128,17 +126,16 @@ def _flat(value: dict[str, Any], under: str = "") -> list[tuple[str, Any]]:
     return rows
 
 
-@app.command()
+@store_app.command()
 @takes(VerifyOptions, StoreOptions, examples=("store verify", "store verify --sample 1/7"))
 def verify(run: Run) -> int | None:
     """Check stored data; with --repair, remove what is damaged."""
     from kvtool.core.cache.integrity import repair
     from kvtool.core.cache.integrity import verify as check
-    from kvtool.core.cache.store import Store
 
     options = run.get(VerifyOptions)
     sample = Fraction(options.sample) if options.sample is not None else None
-    with Store.open(run.folder) as store:
+    with run.open_store() as store:
         texts, others = _texts(run, store, sample)
         damaged = check(store, sample) + others
         left, repaired = damaged, 0
@@ -181,7 +178,7 @@ def _texts(run: Run, store: Store, sample: Fraction | None) -> tuple[int | None,
         return None, []
 
 
-@app.command()
+@store_app.command()
 @takes(ForgetOptions, StoreOptions, examples=("store rm notes.md --dry-run", 'store rm "drafts/*.md"'))
 def rm(run: Run, targets: Targets) -> None:
     """Remove documents, and the chunks that only they use."""
@@ -216,7 +213,7 @@ class BudgetOptions(Options, settings=False, group=WHICH):
     )
 
 
-@app.command()
+@store_app.command()
 @takes(
     PruneOptions,
     BudgetOptions,
@@ -269,7 +266,7 @@ def _show_prune(run: Run, report: PruneReport) -> None:
     run.out.print(f"{sized(report.before)} before, {would}{sized(report.after)} after")
 
 
-@app.command()
+@store_app.command()
 @takes(StoreOptions, LockOptions, examples=("store compact", "store compact --lock-wait 10m"))
 def compact(run: Run) -> None:
     """Give unused space of the store back to the disk.
@@ -294,14 +291,13 @@ class PinOptions(Options, settings=False, group=WHICH):
     remove: bool = option(False, "Let `store prune` remove these again.")
 
 
-@app.command()
+@store_app.command()
 @takes(PinOptions, StoreOptions, LockOptions, examples=("store pin handbook.md", 'store pin --remove "drafts/*.md"'))
 def pin(run: Run, targets: Optional = None) -> None:
     """Protect documents from `store prune`, or list the protected ones.
 
     Chunks can be protected, too.
     """
-    from kvtool.core.cache.store import Store
     from kvtool.core.upkeep import forget
 
     remove = run.get(PinOptions).remove
@@ -311,7 +307,7 @@ def pin(run: Run, targets: Optional = None) -> None:
     elif remove:
         raise UsageError("--remove needs a document or a chunk", "`kvtool store pin` lists what is pinned")
     else:
-        with Store.open(run.folder) as store:
+        with run.open_store() as store:
             pins = store.pins()
 
     def show() -> None:
@@ -323,7 +319,6 @@ def pin(run: Run, targets: Optional = None) -> None:
     run.out.result(pins, human=show)
 
 
-app.command()(push)
-app.command()(pull)
-app.command(cls=ManyValues)(export)
-app.command("import")(import_)
+for _command in (push, pull, export):
+    store_app.command()(_command)
+store_app.command("import")(import_)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvtool.cli.options import Run, takes, tell_budget
+from kvtool.cli.options import ManyValues, Run, takes, tell_budget
 from kvtool.cli.terminal import one_line
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.common.sizes import counted
@@ -121,6 +121,7 @@ Pack = Annotated[Path, typer.Argument(metavar="FILE.kvpack", help="The pack.")]
         "store export all.kvpack --sign key",
         'store export part.kvpack --only "notes/*.md" --level 2',
     ),
+    cls=ManyValues,
 )
 def export(run: Run, pack: Pack) -> int | None:
     """Write documents, chunks and their KV to one file, a pack."""
@@ -151,16 +152,15 @@ def import_(run: Run, sources: Sources) -> int | None:
     Packs are the files of `store export`. The model and the settings must be the same. Import the stores of
     `ingest --shard` with --mine. A missing store is created; the sources do not change.
     """
-    from kvtool.core.cache.store import Store
     from kvtool.core.remote.import_ import import_sources
     from kvtool.core.session.identity import store_identity
-    from kvtool.reports.glance import computed_by, makers
+    from kvtool.reports.stored import computed_by, makers
 
     options = run.get(ImportOptions)
     tell_budget(run, options.max_size)
     with run.out.job() as events:
         reports = import_sources(run.folder, sources, options, run.get(StoreOptions), events)
-    with Store.open(run.folder) as store:
+    with run.open_store() as store:
         made = computed_by(store, store_identity(store))
     if len(several := makers(made)) > 1:
         run.out.status(f"computed {', '.join(several)}: the first question measures what that loses")

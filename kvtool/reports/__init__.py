@@ -1,4 +1,4 @@
-"""Reports of `kvtool inspect` on a store, one file each. A new one is its file and a line in `REPORTS`."""
+"""Reports of `kvtool inspect` on a store. A new one is `NAME = Report(…)` in its file, and a line in `REPORTS`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvtool.reports.report import Report
 
-# By name: `kvtool.reports.NAME` declares `REPORT`, and imports no torch at its top.
+# By name. Their modules import no torch at the top.
 REPORTS = {
     "plan": "Cached part of a question's prompt, and the time that it saves.",
     "chunk": "One chunk of the store.",
@@ -19,8 +19,13 @@ REPORTS = {
     "gate": "The laws that the gate has checked on this model.",
 }
 OTHER_NAMES = {"quality": "eval"}  # reports that are commands of their own, as `kvtool inspect` has them, too
+_MODULES = {
+    **dict.fromkeys(("glance", "chunk", "gate", "audit"), "stored"),
+    **dict.fromkeys(("deviation", "sparsity"), "reuse"),
+}
 
 
 def load_report(name: str) -> Report:
-    report: Report = importlib.import_module(f"kvtool.reports.{OTHER_NAMES.get(name, name)}").REPORT
+    name = OTHER_NAMES.get(name, name)
+    report: Report = getattr(importlib.import_module(f"kvtool.reports.{_MODULES.get(name, name)}"), name.upper())
     return report

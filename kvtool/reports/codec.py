@@ -1,4 +1,4 @@
-"""`kvtool inspect codec`: bits and loss of each codec level, and of plain quantisation, on the same questions."""
+"""`kvtool inspect codec`: bits and loss of each codec level, on the same questions."""
 
 from __future__ import annotations
 
@@ -13,29 +13,19 @@ from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import Options, option
 from kvtool.core.query.options import QueryOptions
 from kvtool.reports.page import Shown, Table, sparkline
-from kvtool.reports.report import RETRIEVAL, BatchOptions, Report, ReportContext, ReportResult, ResumeOptions
+from kvtool.reports.report import RETRIEVAL, BatchOptions, Report, ReportContext, ReportResult
 
 if TYPE_CHECKING:
-    import torch
-
-    from kvtool.core.codec.base import LayerKV
     from kvtool.core.codec.profile import Profile
-    from kvtool.core.common.types import Ids
     from kvtool.core.compress.loss import HeavyRows, Scheme
     from kvtool.core.evaluate.measures import Row
-    from kvtool.core.fusion.plan import Segment
     from kvtool.core.query.reply import Request
     from kvtool.core.session.session import Session
-    from kvtool.reports.evaluation import RowsOf
-
-_SCALE_BYTES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodecOptions(Options, settings=False):
-    scheme: tuple[str, ...] = option(
-        (), "Measure only these: 1, cachegen-1, int8, keep50-2 …", group="Codec", metavar="NAME"
-    )
+    scheme: tuple[str, ...] = option((), "Measure only these: 1, cachegen-1, keep50-2 …", group="Codec", metavar="NAME")
 
 
 def codec(context: ReportContext) -> ReportResult:
@@ -43,53 +33,32 @@ def codec(context: ReportContext) -> ReportResult:
     batch = context.get(BatchOptions)
     requests, options = batch.requests("codec"), context.query_options(*RETRIEVAL)
     from kvtool.core.compress.loss import HeavyRows
-    from kvtool.reports.evaluation import Journal, answer_open, evaluation_facts
 
     context.identity.check_movable("inspect codec")
     session = context.session
     identity, profile = session.identity, session.profiles.current()
     wanted = chosen_schemes(context.get(CodecOptions).scheme, profile, HeavyRows(session))
-    facts = evaluation_facts(session.store, identity, requests, options)
-    facts["profile"] = None if profile is None else profile.digest.hex()
-    journal = Journal(context.get(ResumeOptions).resume, facts, "kvtool inspect codec")
+    _ = session.decoder  # whose context a prompt has to fit
     asked = requests[: batch.limit]
-    answer_open(asked, list(wanted), journal, context.events, lambda: codec_rows(session, wanted, options), strict=True)
+    context.events.step("questions", len(asked), "questions")
+    rows = []
+    for request in asked:
+        rows.append(codec_rows(session, request, wanted, options))
+        context.events.advance(1)
     resolved = {"model": identity.model, "device": session.decoder.device, "dtype": session.model.arithmetic.dtype}
-    value = {"resolved": resolved} | codec_overview(journal.rows, list(wanted))
+    value = {"resolved": resolved} | codec_overview(rows)
     return ReportResult("Codec levels", value, [*_summary(value)])
 
 
 # ---- measurement ----
 
 
-@dataclass(frozen=True, slots=True)
-class Integers:
-    """Plain quantisation, the usual alternative: whole numbers of `bits`, one 16-bit scale a token and head."""
-
-    bits: int
-
-    def rows(self, segment: Segment) -> None: ...
-
-    def round_trip(self, kvs: Sequence[LayerKV], rows: Ids | None) -> tuple[list[LayerKV], list[int]]:
-        return [(self._rounded(keys), self._rounded(values)) for keys, values in kvs], [self._size(kv) for kv in kvs]
-
-    def _size(self, kv: LayerKV) -> int:
-        return sum(side.numel() * self.bits // 8 + side.shape[0] * side.shape[1] * _SCALE_BYTES for side in kv)
-
-    def _rounded(self, side: torch.Tensor) -> torch.Tensor:
-        wide = side.float()
-        scale = (wide.abs().amax(-1, keepdim=True) / (2 ** (self.bits - 1) - 1)).clamp_min(1e-12)
-        rounded: torch.Tensor = ((wide / scale).round() * scale).to(side.dtype)
-        return rounded
-
-
 def chosen_schemes(names: Sequence[str], profile: Profile | None, heavy: HeavyRows) -> dict[str, Scheme]:
-    """Choose the named schemes; without names all that store every row. Raises UsageError."""
+    """Choose the named levels; without names all that store every row. Raises UsageError."""
     from kvtool.core.compress.loss import LevelScheme
 
     levels = [level for level in lossy() if profile is not None or not level_of(level).profiled]
-    known: dict[str, Scheme] = {"int8": Integers(8), "int4": Integers(4)}
-    known |= {name: LevelScheme(name, profile, heavy) for name in levels}
+    known: dict[str, Scheme] = {name: LevelScheme(name, profile, heavy) for name in levels}
     if unknown := [name for name in names if name not in known]:
         some = ", ".join(name for name in unknown if name in LEVELS)
         hint = f"; {some} with a profile, which `kvtool compress` makes" if some else ""
@@ -97,38 +66,34 @@ def chosen_schemes(names: Sequence[str], profile: Profile | None, heavy: HeavyRo
     return {name: known[name] for name in names or known if names or level_of(name).share == 100}
 
 
-def codec_rows(session: Session, schemes: Mapping[str, Scheme], options: QueryOptions) -> RowsOf:
+def codec_rows(
+    session: Session, request: Request, schemes: Mapping[str, Scheme], options: QueryOptions
+) -> Mapping[str, Row]:
     from kvtool.core.compress.loss import Question, measure
     from kvtool.core.query.prompt import lay_out
 
-    _ = session.decoder  # whose context a prompt has to fit
-
-    def rows_of(request: Request, names: Sequence[str]) -> Mapping[str, Row]:
-        plan = lay_out(session, request, options, exactly=True).plan
-        for segment in plan.segments[:-1]:
-            if segment.ids and not level_of(segment.source.level or "").lossless:
-                raise KvtoolError(
-                    f"chunk {segment.source.chunk_id.hex()[:12]} is not stored exactly",
-                    "ingest its document into a new store",
-                )
-        return measure(session, Question(plan, request.answers), {name: schemes[name] for name in names})
-
-    return rows_of
+    plan = lay_out(session, request, options, exactly=True).plan
+    for segment in plan.segments[:-1]:
+        if segment.ids and not level_of(segment.source.level or "").lossless:
+            raise KvtoolError(
+                f"chunk {segment.source.chunk_id.hex()[:12]} is not stored exactly",
+                "ingest its document into a new store",
+            )
+    return measure(session, Question(plan, request.answers), schemes)
 
 
-def codec_overview(rows: Mapping[int, Mapping[str, Row]], names: Sequence[str]) -> dict[str, Any]:
+def codec_overview(rows: Sequence[Mapping[str, Row]]) -> dict[str, Any]:
     """Make the JSON of `inspect codec`. Bits count headers, digests, states and side information, but no profile."""
     from kvtool.core.compress.loss import EXACT, Toll, mean_loss, tolls_of
-    from kvtool.reports.evaluation import by_run
 
-    losses = {name: [question[name] for question in questions] for name, questions in by_run(rows).items()}
+    losses = {name: [question[name] for question in rows] for name in rows[0]}
     exact, schemes = mean_loss(losses.pop(EXACT)), []
-    for name in dict.fromkeys((*names, *losses)):
-        tolls = tolls_of(losses[name])
+    for name, of_scheme in losses.items():
+        tolls = tolls_of(of_scheme)
         bits = sum(tolls, Toll()).bits
         layers = [{"layer": layer} | toll.to_json() for layer, toll in enumerate(tolls)]
         row = {"scheme": name, "bits_per_element": bits, "ratio_vs_16bit": 16 / bits if bits else None}
-        schemes.append({**row, **mean_loss(losses[name]), "layers": layers})
+        schemes.append({**row, **mean_loss(of_scheme), "layers": layers})
     return {"questions": len(rows), EXACT: exact, "schemes": schemes}
 
 
@@ -160,9 +125,9 @@ def _table(value: Mapping[str, Any]) -> Table:
     return Table(head, tuple(rows))
 
 
-REPORT = Report(
+CODEC = Report(
     codec,
-    takes=(BatchOptions, ResumeOptions, CodecOptions, QueryOptions.some(*RETRIEVAL), ModelOptions),
+    takes=(BatchOptions, CodecOptions, QueryOptions.some(*RETRIEVAL), ModelOptions),
     examples=(
         "inspect codec --batch questions.jsonl",
         "inspect codec --batch questions.jsonl --limit 20 --html codec.html",

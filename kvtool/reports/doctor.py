@@ -57,9 +57,7 @@ _REGISTRIES = (
 _TELLING = ("avx2", "fma", "avx512f", "avx512vnni", "avx512bf16", "amxbf16", "asimd", "bf16", "i8mm", "sve")
 _LITTLE_MEMORY = 2 * 10**9
 _DRIVER = Path("/proc/driver/nvidia/version")
-_PROBE_BYTES = 32 * 2**20
 _LITTLE_DISK = 10**9
-_SLOW_DISK = 50e6  # bytes a second: a chunk of a small model takes longer to read than to compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +67,11 @@ class Finding:
     message: str
     hint: str = ""
     details: tuple[str, ...] = ()
+
+
+def judged(subject: str, text: str, remedy: str = "") -> Finding:
+    """Make a finding: a warning if there is a remedy."""
+    return Finding(subject, "warning" if remedy else "ok", text, remedy)
 
 
 def failing(name: str) -> Callable[[Callable[..., Iterator[Finding]]], Callable[..., list[Finding]]]:
@@ -99,7 +102,7 @@ def checkup(place: Path | str, wanted: ModelOptions, timeout: float, doing: Call
     if any(finding.state == "failed" for finding in libraries):
         return found  # most other checks would only fail for want of these
     found += [*check_extras(), *check_plugins(), *check_cpu(), *check_memory(), *check_device(wanted)]
-    doing("writing to the disk and reading back")
+    doing("writing to the disk")
     here = place if isinstance(place, Path) else local_place(place)
     if not isinstance(place, Path):
         found += check_tier(place, timeout)
@@ -207,11 +210,9 @@ def all_plugins() -> list[tuple[Plugin, str]]:
 @failing("plugins")
 def check_plugins() -> Iterator[Finding]:
     for plugin, problem in all_plugins():
-        subject = f"plugin {plugin.name} ({plugin.group})"
-        if problem:
-            yield Finding(subject, "warning", problem, AT_FAULT)
-        else:
-            yield Finding(subject, "ok", f"of {plugin.package}")
+        yield judged(
+            f"plugin {plugin.name} ({plugin.group})", problem or f"of {plugin.package}", AT_FAULT if problem else ""
+        )
 
 
 # ---- machine ----
@@ -222,10 +223,8 @@ def check_cpu() -> Iterator[Finding]:
     features = [name for name in _TELLING if name in cpu_features()]
     text = f"{cpu_name()}, {counted(cores(), 'core')}: {' '.join(features) or 'nothing known of what it can do'}"
     text += f"; kernels for {best_isa()}"
-    if lacks_avx2():
-        yield Finding("CPU", "warning", f"{text}; no AVX2", "everything works at about a quarter of the speed")
-    else:
-        yield Finding("CPU", "ok", text)
+    slow = "everything works at about a quarter of the speed" if lacks_avx2() else ""
+    yield judged("CPU", f"{text}; no AVX2" if slow else text, slow)
     if is_busy():
         yield Finding("load", "warning", "other work wants the cores", "answers take longer until it is done")
 
@@ -240,10 +239,8 @@ def check_memory() -> Iterator[Finding]:
     except (AttributeError, ValueError, OSError):
         return
     text = f"{shown_size(free)} of {shown_size(whole)} are free"
-    if free < _LITTLE_MEMORY:
-        yield Finding("memory", "warning", text, "close other programs, or use a small model such as smollm2")
-    else:
-        yield Finding("memory", "ok", text)
+    little = "close other programs, or use a small model such as smollm2" if free < _LITTLE_MEMORY else ""
+    yield judged("memory", text, little)
 
 
 @failing("device")
@@ -294,40 +291,14 @@ def check_dtype(wanted: ModelOptions, files: ModelFiles) -> Iterator[Finding]:
 
 @failing("disk")
 def check_disk(folder: Path, name: str) -> Iterator[Finding]:
-    """Write a file of 32 MiB where `folder` is or would be, read it back, and delete it."""
-    place = _nearest(folder)
-    written, read = _speeds(place)
-    free = disk_free(place)
-    text = f"{place} can be written; {shown_size(free)} are free; {written / 1e6:.0f} MB/s to the disk"
-    text += f", {read / 1e6:.0f} MB/s back"
-    if free < _LITTLE_DISK:
-        yield Finding(name, "warning", text, "a thousand tokens take 10 to 100 MB: free some space")
-    elif read < _SLOW_DISK:
-        yield Finding(name, "warning", text, "put it on a disk of this machine: --store, KVTOOL_CACHE")
-    else:
-        yield Finding(name, "ok", text)
-
-
-def _nearest(folder: Path) -> Path:
-    return next(place for place in (folder.absolute(), *folder.absolute().parents) if place.is_dir())
-
-
-def _speeds(place: Path) -> tuple[float, float]:
-    """Measure bytes a second to the disk, and back from it (from memory if the system keeps the pages)."""
-    block = os.urandom(2**20)
+    """Write a file where `folder` is or would be."""
+    place = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.is_dir())
     with tempfile.TemporaryFile(dir=place, buffering=0) as file:
-        started = time.perf_counter()
-        for _ in range(_PROBE_BYTES // len(block)):
-            file.write(block)
+        file.write(b"kvtool")
         os.fsync(file.fileno())
-        written = _PROBE_BYTES / (time.perf_counter() - started)
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        file.seek(0)
-        started = time.perf_counter()
-        while file.read(len(block)):
-            pass
-        return written, _PROBE_BYTES / (time.perf_counter() - started)
+    free = disk_free(place)
+    little = "a thousand tokens take 10 to 100 MB: free some space" if free < _LITTLE_DISK else ""
+    yield judged(name, f"{place} can be written; {shown_size(free)} are free", little)
 
 
 @failing("store")

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.common.sizes import counted
 from kvtool.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_PARTIAL, UsageError
-from kvtool.core.fusion.selectors import REFERENCE
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import Options, option
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import read_batch
 from kvtool.reports.page import Shown, Table
 from kvtool.reports.report import (
-    NO_CONTEXT,
     QUESTIONS,
     RETRIEVAL,
     BatchOptions,
@@ -38,24 +36,14 @@ _FEWER = (
 _ASKED = (*RETRIEVAL, "level")
 _FEW = 20  # questions, below which the bootstrap's intervals are known to be too narrow
 _ESTIMATES = {
-    **{"F1": "f1", "of full": "f1_ratio", "contains": "contains", "KL first": "kl_first", "KL answer": "kl_answer"},
-    **{"F1 - full": "f1_difference", "contains - full": "contains_difference"},
-    **{"PGR of F1": "pgr_f1", "PGR of contains": "pgr_contains"},
+    **{"F1": "f1", "F1 - full": "f1_difference", "contains": "contains", "contains - full": "contains_difference"},
+    **{"KL first": "kl_first", "KL answer": "kl_answer"},
 }
 _NUMBERS = {
-    **{"recomputed": ("recomputed_share", ".1%"), "TTFT ms": ("ttft_ms_median", ".0f"), "speedup": ("speedup", ".2f")},
     **{"same first": ("top1_agrees", ".1%"), "same answer": ("answer_equal", ".1%")},
+    **{"recomputed": ("recomputed_share", ".1%"), "TTFT ms": ("ttft_ms_median", ".0f"), "speedup": ("speedup", ".2f")},
 }
 _SHORT = ("run", "F1", "contains", "KL answer", "recomputed", "TTFT ms", "speedup")
-_RUNS = (
-    *("run", "n", "F1", "of full", "contains", "KL first", "KL answer", "same first", "same answer"),
-    *("recomputed", "TTFT ms", "speedup", "Pareto"),
-)
-_RIGHT, _WRONG = ("full right: n, F1, contains", "full wrong: n, F1, contains")
-_HALVES = (
-    *("rule", "run", "half", "n", "recomputed", "KL answer", "KL first", "F1 - full", "contains - full"),
-    *("same first", "same answer"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +53,6 @@ class RunOptions(Options, settings=False, group="Runs"):
     )
     max_tokens: int = option(20, "Maximum length of an answer, in tokens.", lowest=1)
     force: bool = option(False, "Measure even if this model failed the self-check.")
-    no_context: bool = option(False, "Also answer without chunks, and report what share of the gap a run recovers.")
-    holdout: bool = option(False, "Choose a run on the first half of the questions, and report it on the second.")
     max_kl: float = option(
         0.05, "Maximum KL divergence of a mode that is recommended, in nats per token.", metavar="NATS", lowest=0
     )
@@ -103,15 +89,15 @@ def _measure(context: ReportContext, path: Path) -> ReportResult:
     flags, requests = context.get(RunOptions), read_batch(path)  # before torch is imported
     from kvtool.core.retrieval.finder import Places
     from kvtool.reports.evaluation import Journal, answer_open, evaluation_facts
-    from kvtool.reports.paired_run import RunSpec, paired_rows, parse_run, parse_runs
-    from kvtool.reports.summary import best, check_sources, holdout, overview
+    from kvtool.reports.questions import paired_rows, parse_run, parse_runs
+    from kvtool.reports.summary import best, check_sources, overview
 
     identity = context.identity
     check_sources(Places(context.store), requests)
     identity.check_movable("a comparison of fusion modes")
     options = context.query_options(*_ASKED, max_tokens=flags.max_tokens, force=flags.force)
     runs = parse_runs(flags.runs)
-    by_name = {spec.name: spec for spec in (*([RunSpec(NO_CONTEXT)] if flags.no_context else []), *runs)}
+    by_name = {spec.name: spec for spec in runs}
     facts = evaluation_facts(context.store, identity, requests, options)
     journal = Journal(context.get(ResumeOptions).resume, facts)
 
@@ -128,14 +114,11 @@ def _measure(context: ReportContext, path: Path) -> ReportResult:
     value |= overview(rows, base.name)
     value |= {"max_kl": flags.max_kl, "best": best(value["runs"], flags.max_kl)}
     value["synthetic"] = sum(bool(requests[at].generator) for at in rows)
-    if flags.holdout:
-        value["holdout"] = holdout(rows, flags.max_kl)
     levels = f"chunks read at level {', '.join(value['levels'])}" if value["levels"] else "no chunk read"
     about = f"{counted(value['questions'], 'question')}, {levels}"
     shown: list[Shown] = [_runs_table(value, _SHORT), about, *_words(value)]
-    details: list[Shown] = [_runs_table(value), *_evidence(value)]
-    if flags.no_context or flags.holdout:
-        shown, details = [*shown, *details[1:]], details[:1]
+    paired = f"Paired by question, {value['resamples']:,} resamples; `kvtool help concepts` explains the columns"
+    details: list[Shown] = [_runs_table(value), paired]
     exit_code = EXIT_DONE if not failed else EXIT_PARTIAL if rows else EXIT_FAILED
     return ReportResult(f"Evaluation, {path.name}", value, shown, details, exit_code)
 
@@ -161,8 +144,6 @@ def _words(value: Mapping[str, Any]) -> Iterator[str]:
     if value["incomplete"]:
         lacking = counted(value["incomplete"], "question")
         yield f"{lacking} had missing chunks, so their results for reuse are optimistic"
-    if "holdout" in value and not value["holdout"]:
-        yield "--holdout needs two questions at least"
 
 
 def _advice(best: Mapping[str, Any], max_kl: float) -> str:
@@ -174,15 +155,23 @@ def _advice(best: Mapping[str, Any], max_kl: float) -> str:
     return f"no mode is so near to full prefill that {near}; the nearest is {best['run']} (--max-kl accepts more)"
 
 
-# ---- tables ----
+# ---- the table ----
 
 
-def _evidence(value: Mapping[str, Any]) -> Iterator[Shown]:
-    if len(value["runs"]) > 1:
-        yield _paired_table(value)
-        yield f"Paired by question, {value['resamples']:,} resamples; `kvtool help concepts` explains the columns"
-    if value.get("holdout"):
-        yield from (_holdout_table(value["holdout"]), _holdout_text(value["holdout"]))
+def _runs_table(value: Mapping[str, Any], heads: tuple[str, ...] = ()) -> Table:
+    estimates = {**_ESTIMATES}
+    if value["kl_base"]:
+        estimates |= {f"KL {of} - {value['kl_base']}": f"kl_{of}_difference" for of in ("first", "answer")}
+    rows = [
+        {
+            **{"run": row["run"], "n": str(row["count"]), "Pareto": "*" if row["pareto"] else ""},
+            **{head: _with_interval(row, name) for head, name in estimates.items()},
+            **{head: f"{row[name]:{form}}" for head, (name, form) in _NUMBERS.items()},
+        }
+        for row in value["runs"]
+    ]
+    heads = heads or ("run", "n", *estimates, *_NUMBERS, "Pareto")
+    return Table(heads, tuple(tuple(row[head] for head in heads) for row in rows))
 
 
 def _with_interval(row: Mapping[str, Any], name: str) -> str:
@@ -195,64 +184,11 @@ def _with_interval(row: Mapping[str, Any], name: str) -> str:
     return f"{row[name]:{sign}.3f} [{low:{sign}.3f}, {high:{sign}.3f}]"
 
 
-def _runs_table(value: Mapping[str, Any], head: tuple[str, ...] = _RUNS) -> Table:
-    return _table(head, map(_cells, value["runs"]))
-
-
-def _table(head: tuple[str, ...], rows: Iterable[Mapping[str, str]], title: str = "") -> Table:
-    return Table(head, tuple(tuple(cells.get(name, "-") for name in head) for cells in rows), title)
-
-
-def _cells(row: Mapping[str, Any]) -> dict[str, str]:
-    """Make the cells of all tables that show a run, by their heads."""
-    cells = {head: _with_interval(row, name) for head, name in _ESTIMATES.items()}
-    cells |= {head: f"{row[name]:{form}}" for head, (name, form) in _NUMBERS.items() if name in row}
-    cells |= {_RIGHT: _scores(row.get("full_right")), _WRONG: _scores(row.get("full_wrong"))}
-    if row.get("run") == NO_CONTEXT:
-        del cells["recomputed"]
-    return cells | {"run": row.get("run", ""), "n": str(row["count"]), "Pareto": "*" if row.get("pareto") else ""}
-
-
-def _scores(scores: Mapping[str, Any] | None) -> str:
-    if not scores:
-        return "-"
-    return ", ".join([str(scores["count"]), *(f"{scores[name]:.3f}" for name in ("f1", "contains") if name in scores)])
-
-
-def _paired_table(value: Mapping[str, Any]) -> Table:
-    distances = {f"KL {of} - {value['kl_base']}": f"kl_{of}_difference" for of in ("answer", "first")}
-    rows = [
-        _cells(row) | {head: _with_interval(row, name) for head, name in distances.items()}
-        for row in value["runs"]
-        if row["run"] != REFERENCE
-    ]
-    names = ("F1 - full", "contains - full", "PGR of F1", "PGR of contains", *distances, _RIGHT, _WRONG)
-    known = [name for name in names if any(cells[name] != "-" for cells in rows)]
-    return _table(("run", *known), rows, "question by question")
-
-
-def _holdout_table(chosen: Mapping[str, Any]) -> Table:
-    rows: list[dict[str, str]] = []
-    for rule in chosen["rules"]:
-        names = {"rule": rule["rule"], "run": rule["run"] or "none does"}
-        halves = {"first, chosen on": rule["selection"], "second": rule["held_out"]}
-        rows += [_cells(row) | names | {"half": half} for half, row in halves.items() if row] or [names]
-    return _table(_HALVES, rows, "chosen on one half")
-
-
-def _holdout_text(chosen: Mapping[str, Any]) -> str:
-    left_out = f"; not weighed, since some questions lack them: {', '.join(chosen['excluded'])}"
-    return (
-        f"nearest: at most {chosen['max_recomputed']:.0%} recomputed; cheapest: KL of the answer at most "
-        f"{chosen['max_kl']:g} nats" + (left_out if chosen["excluded"] else "")
-    )
-
-
 # ---- making ----
 
 
 def _make(context: ReportContext, path: Path, wanted: int) -> ReportResult:
-    from kvtool.reports.question_generation import generate_questions
+    from kvtool.reports.questions import generate_questions
 
     if path.exists():
         raise UsageError(f"there is {str(path)!r} already", "name a new file for the questions that are written")
@@ -283,7 +219,7 @@ def _make(context: ReportContext, path: Path, wanted: int) -> ReportResult:
     return ReportResult("Questions", value | {"written": written}, words, exit_code=code)
 
 
-REPORT = Report(
+EVAL = Report(
     evaluate_own,
     takes=(
         *(BatchOptions.some("limit"), ResumeOptions, MakeOptions, RunOptions),
@@ -294,7 +230,6 @@ REPORT = Report(
     examples=(
         "eval questions.jsonl",
         "eval questions.jsonl --runs reuse,union:5% --html eval.html",
-        "eval questions.jsonl --no-context --holdout --resume results.jsonl",
         "eval made.jsonl --make 20",
     ),
 )

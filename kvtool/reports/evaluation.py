@@ -34,9 +34,8 @@ def answer_open(
     journal: Journal,
     events: Events,
     begin: Callable[[], RowsOf],
-    strict: bool = False,
 ) -> int:
-    """Add missing rows to the journal; return how many questions failed. Raises if `strict`, or refused by the gate."""
+    """Add missing rows to the journal; return how many questions failed. Raises GateError."""
     if not _open_work(requests, names, journal):
         return 0
     failed = 0
@@ -48,7 +47,7 @@ def answer_open(
             try:
                 journal.add(at, request.id, rows_of(request, missing))
             except KvtoolError as error:
-                if strict or isinstance(error, GateError):  # the next question would meet it, too
+                if isinstance(error, GateError):  # the next question would meet it, too
                     raise
                 events.warn(f"{name_of(request)}: {error.message}", error.hint)
                 failed += 1
@@ -191,15 +190,13 @@ class Journal:
         if facts == self._facts:
             return
         known = facts if isinstance(facts, dict) else {}
-        other = [name for name in {**self._facts, **known} if known.get(name) != self._facts.get(name)]
+        names = [name for name in {**self._facts, **known} if known.get(name) != self._facts.get(name)]
+        short = [[str(facts.get(name))[:16] for facts in (known, self._facts)] for name in names]
+        changes = (f"{name.replace('_', ' ')} {was}, now {now}" for name, (was, now) in zip(names, short, strict=True))
         raise UsageError(
-            f"{self._path} was made under other settings: {', '.join(self._difference(known, name) for name in other)}",
+            f"{self._path} was made under other settings: {', '.join(changes)}",
             "give another --resume file, or the settings it was made under",
         )
-
-    def _difference(self, known: Mapping[str, Any], name: str) -> str:
-        was, now = (str(facts.get(name))[:16] for facts in (known, self._facts))
-        return f"{name.replace('_', ' ')} {was}, now {now}"
 
     def _strange(self, line: int = 1) -> UsageError:
         return UsageError(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvtool.core.common.marks import Place, as_named_here
 from kvtool.core.common.sizes import counted
 from kvtool.core.fusion.options import FusionOptions, selector_for
-from kvtool.core.fusion.selectors import MODES, REFERENCE, WEIGHED
+from kvtool.core.fusion.selectors import MODES
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import ChunkChoice, QueryOptions
 from kvtool.reports.page import Shown, Table
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvtool.core.query.prompt import PromptLayout
     from kvtool.core.session.session import Session
 
-_ASKED = (*RETRIEVAL, "level", "ratio", "link_tokens", "defer")
+_ASKED = (*RETRIEVAL, "level", "ratio", "link_tokens")
 
 _WITHOUT_WORDS = "no word: by its title or by vectors"
 
@@ -44,26 +44,11 @@ def plan(context: ReportContext) -> ReportResult:
 
 
 def plan_facts(session: Session, asked: PromptLayout, options: QueryOptions, speeds: Speeds | None) -> dict[str, Any]:
-    plan, chunks = asked.plan, _chunk_rows(session, asked)
-    if options.defer:
-        for number, (start, stop) in enumerate(options.rounds(len(chunks)), 1):
-            for chunk in chunks[start:stop]:
-                chunk["round"] = number
-    value: dict[str, Any] = {"chunks": chunks, "chunks_omitted": asked.cut, "tokens": _tokens(plan)}
+    plan = asked.plan
+    value = {"chunks": _chunk_rows(session, asked), "chunks_omitted": asked.cut, "tokens": _tokens(plan)}
     if speeds is None or {segment.source.level for segment in plan.cached} - set(speeds.loads):
-        return value | {"expected_ms": None, "break_even": None}
-    expected = expected_ms(session, plan, speeds, options)
-    lead_in, lengths = len(session.identity.lead_in.ids), [len(segment.ids) for segment in plan.chunks]
-    keys = [length * lead_in + length * (length + 1) // 2 for length in lengths]  # that a chunk's rows see
-    ingest = sum(1e3 * speeds.passes.seconds(length, seen) for length, seen in zip(lengths, keys, strict=True))
-    saved = expected[REFERENCE] - expected[WEIGHED]
-    even = {
-        "ingest_ms": ingest,
-        "saved_ms": saved,
-        "reuses": ingest / saved if saved > 0 else None,
-        "bytes": sum(chunk["bytes"] for chunk in chunks),
-    }
-    return value | {"expected_ms": expected, "break_even": even}
+        return value | {"expected_ms": None}
+    return value | {"expected_ms": expected_ms(session, plan, speeds, options)}
 
 
 def _chunk_rows(session: Session, asked: PromptLayout) -> list[dict[str, Any]]:
@@ -119,15 +104,12 @@ def _summary(value: Mapping[str, Any]) -> Iterator[Shown]:
         f"{tokens['fresh']} fresh ({tokens['miss']} missed)"
         + (f"; {tokens['dropped']} more are not stored" if tokens["dropped"] else "")
     )
-    if rounds := [chunk["round"] for chunk in chunks if "round" in chunk]:
-        first = [chunk for chunk in chunks if chunk["round"] == 1]
-        yield (
-            f"deferred {counted(len(first), 'chunk')} first, {sum(chunk['bytes'] for chunk in first) / 1e6:.1f} MB; "
-            f"up to {len(rounds) - len(first)} more in {counted(max(rounds) - 1, 'round')} while the answer is unsure"
-        )
     for reason, count in Counter(chunk["reason"] for chunk in chunks if "reason" in chunk).items():
         yield f"missed   {counted(count, 'chunk')}: {reason}"
-    yield from _times(value["expected_ms"], value["break_even"])
+    if value["expected_ms"] is None:
+        yield "times    unknown: this machine has not been measured at this level (kvtool query --fusion auto)"
+    else:
+        yield f"expected {', '.join(f'{name} {ms:.0f} ms' for name, ms in value['expected_ms'].items())}"
 
 
 def _row(chunk: Mapping[str, Any]) -> tuple[object, ...]:
@@ -142,21 +124,7 @@ def _row(chunk: Mapping[str, Any]) -> tuple[object, ...]:
     )
 
 
-def _times(expected: Mapping[str, float] | None, even: Mapping[str, Any]) -> Iterator[str]:
-    if expected is None:
-        yield "times    unknown: this machine has not been measured at this level (kvtool query --fusion auto)"
-        return
-    yield f"expected {', '.join(f'{name} {ms:.0f} ms' for name, ms in expected.items())}"
-    if even["reuses"] is None:
-        yield "worth    nothing: full prefill is expected to be as fast"
-    else:
-        yield (
-            f"worth    prefilling these chunks takes {even['ingest_ms']:.0f} ms and {even['bytes'] / 1e6:.1f} MB; "
-            f"union saves {even['saved_ms']:.0f} ms a question: paid back after {even['reuses']:.1f}"
-        )
-
-
-REPORT = Report(
+PLAN = Report(
     plan,
     takes=(ChunkChoice, QueryOptions.some(*_ASKED), ModelOptions),
     about="QUESTION",

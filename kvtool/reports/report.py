@@ -1,4 +1,4 @@
-"""Interface of a report: flags, the inputs it gets, and its result as JSON and as parts for people."""
+"""Interface of a report: its flags and inputs, its result as JSON and as parts for people, and their HTML page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from kvtool.core.session.session import Session
 
 RETRIEVAL = ("top_k", "retriever", "embedder", "set")  # options of a query by which chunks are found
-NO_CONTEXT = "none"  # the run of an evaluation that answers without any chunk
 QUESTIONS = "Questions"  # heading in a report's help
 
 
@@ -59,19 +58,6 @@ class ReportContext:
             raise UsageError(f"inspect {report} needs a question", f'kvtool inspect {report} "Who founded it?"')
         choice = self.get(ChunkChoice)
         return Request(self.about, choice.chunks, choice.documents)
-
-    def questions(self, report: str) -> list[Request]:
-        given, choice = self.get(BatchOptions), self.get(ChunkChoice)
-        if (self.about is None) == (given.batch is None):
-            raise UsageError(
-                f"inspect {report} needs a question, or a file of them",
-                f'kvtool inspect {report} "Who founded the observatory?", or --batch FILE.jsonl',
-            )
-        if given.batch is None:
-            return [self.question(report)]
-        if choice.chunks or choice.documents:
-            raise UsageError("--batch brings its own questions and chunks", "leave --chunks and --documents out")
-        return given.requests(report)[: given.limit]
 
 
 @dataclass(frozen=True, slots=True)

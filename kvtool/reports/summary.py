@@ -1,11 +1,9 @@
-"""Summary of an evaluation: runs next to full recompute and to one another, retrieval recall, choice of a run."""
+"""Summary of an evaluation, with intervals: runs next to full recompute, retrieval recall, choice of a run."""
 
 from __future__ import annotations
 
-import functools
-import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -14,34 +12,19 @@ from kvtool.core.errors import UsageError
 from kvtool.core.evaluate.measures import MEASURES, Row, means, numbers_of
 from kvtool.core.fusion.selectors import REFERENCE, SELECTORS
 from kvtool.reports.evaluation import by_run
-from kvtool.reports.intervals import (
-    CONFIDENCE,
-    RESAMPLES,
-    Column,
-    Estimate,
-    Statistic,
-    difference,
-    estimates,
-    mean,
-    ratio,
-    recovered,
-)
-from kvtool.reports.report import NO_CONTEXT
+from kvtool.reports.intervals import CONFIDENCE, RESAMPLES, Column, Estimate, difference, estimates
 
 if TYPE_CHECKING:
     from kvtool.core.query.prompt import PromptLayout
     from kvtool.core.query.reply import Request
     from kvtool.core.retrieval.finder import Places
 
-MOST_RECOMPUTED = 0.15  # of the cached tokens, in whole percents
 _SCORES = ("f1", "contains")
 _DISTANCES = ("kl_first", "kl_answer")
 
 Rows = Mapping[int, Mapping[str, Row]]  # of each question by its place in the file, and of each run by its name
 Questions = Sequence[Mapping[str, Row]]
 Summary = dict[str, Any]
-ColumnOf = Callable[[str, str], Column]  # of a run and a measure
-Rule = Callable[[Sequence[Summary], float], Summary | None]
 
 
 def summarise(rows: Rows, base: str = "") -> list[dict[str, Any]]:
@@ -49,10 +32,8 @@ def summarise(rows: Rows, base: str = "") -> list[dict[str, Any]]:
     names = ordered(of_run)
     estimated = compared(questions, names, base)
     summaries = [_summary(name, of_run[name], estimated[name]) for name in names]
-    weighed = [summary for summary in summaries if summary["run"] != NO_CONTEXT]
     for summary in summaries:
-        dominated = any(_dominates(other, summary) for other in weighed)
-        summary["pareto"] = summary in weighed and not dominated
+        summary["pareto"] = not any(_dominates(other, summary) for other in summaries)
     return summaries
 
 
@@ -83,7 +64,6 @@ def _summary(name: str, questions: Questions, estimated: Mapping[str, Estimate])
         "ttft_ms_median": statistics.median(numbers_of(rows, "ttft_ms")),
         "speedup": statistics.median(numbers_of(rows, "speedup")),
         **{key: estimate.value for key, estimate in estimated.items()},
-        **by_full(questions, name),
         "intervals": {key: estimate.interval for key, estimate in estimated.items()},
     }
 
@@ -108,10 +88,17 @@ def ordered(names: Iterable[str]) -> list[str]:
 
 
 def compared(questions: Questions, names: Sequence[str], base: str = "") -> dict[str, dict[str, Estimate]]:
-    column = functools.cache(functools.partial(_column, questions))
-    statistics = {(name, key): what for name in names for key, what in _statistics(column, names, name, base)}
+    """Estimate each run's measures, and its differences: of scores from full prefill, of distances from `base`."""
+    columns: dict[tuple[str, str], Column] = {}
+    for name in names:
+        for key, other in (*((key, REFERENCE) for key in _SCORES), *((key, base) for key in _DISTANCES)):
+            own = _column(questions, name, key)
+            if any(value is not None for value in own):
+                columns[name, key] = own
+                if other in names and name not in (other, REFERENCE):
+                    columns[name, f"{key}_difference"] = difference(own, _column(questions, other, key))
     found: dict[str, dict[str, Estimate]] = {name: {} for name in names}
-    for (name, key), estimate in estimates(statistics).items():
+    for (name, key), estimate in estimates(columns).items():
         found[name][key] = estimate
     return found
 
@@ -119,49 +106,6 @@ def compared(questions: Questions, names: Sequence[str], base: str = "") -> dict
 def _column(questions: Questions, name: str, key: str) -> Column:
     values = (question.get(name, {}).get(key) for question in questions)
     return [None if value is None else float(value) for value in values]
-
-
-def _statistics(column: ColumnOf, names: Sequence[str], name: str, base: str) -> Iterator[tuple[str, Statistic]]:
-    for key in (*_SCORES, *_DISTANCES):
-        if _is_known(column(name, key)):
-            yield key, mean(column(name, key))
-    for key in _SCORES:
-        if _is_known(column(name, key)):
-            yield from _scores(column, name, key)
-    if base in names and name not in (base, REFERENCE, NO_CONTEXT):
-        for key in _DISTANCES:
-            yield f"{key}_difference", difference(column(name, key), column(base, key))
-
-
-def _scores(column: ColumnOf, name: str, key: str) -> Iterator[tuple[str, Statistic]]:
-    own, full, none = (column(run, key) for run in (name, REFERENCE, NO_CONTEXT))
-    if key == "f1":
-        yield "f1_ratio", ratio(own, full)
-    if name != REFERENCE:
-        yield f"{key}_difference", difference(own, full)
-    if name not in (REFERENCE, NO_CONTEXT) and _is_known(none):
-        yield f"pgr_{key}", recovered(own, none, full)
-
-
-def _is_known(column: Column) -> bool:
-    return any(value is not None for value in column)
-
-
-def by_full(questions: Questions, name: str) -> dict[str, dict[str, Any]]:
-    """Average a run's scores over the questions that full prefill answers rightly, and over those it answers wrongly.
-
-    What full prefill does not know no reuse can lose: only the first say whether reuse is safe (BoxOffice, arXiv
-    2609.31415). Rightly: its answer contains a gold one. Nothing where there are no gold answers.
-    """
-    scored = [question for question in questions if "contains" in question[name] and "contains" in question[REFERENCE]]
-    if not scored:
-        return {}
-    right = [question[name] for question in scored if question[REFERENCE]["contains"]]
-    wrong = [question[name] for question in scored if not question[REFERENCE]["contains"]]
-    return {
-        "full_right": {"count": len(right), **means(right, _SCORES)},
-        "full_wrong": {"count": len(wrong), **means(wrong, _SCORES)},
-    }
 
 
 # ---- retrieval ----
@@ -196,7 +140,7 @@ def retrieval_summary(rows: Rows) -> dict[str, Any] | None:
     if not known:
         return None
     columns = {name: numbers_of(known, name) for name in ("recall", "reciprocal_rank")}
-    estimated = estimates({name: mean(column) for name, column in columns.items()})
+    estimated = estimates(columns)
     return {
         "count": len(known),
         **{name: estimate.value for name, estimate in estimated.items()},
@@ -208,57 +152,16 @@ def retrieval_summary(rows: Rows) -> dict[str, Any] | None:
 # ---- choice of a run ----
 
 
-def nearest(runs: Sequence[Summary], max_kl: float) -> Summary | None:
-    cheap = [run for run in runs if round(run["recomputed_share"], 2) <= MOST_RECOMPUTED]
-    return min(cheap, key=lambda run: (run["kl_answer"], run["recomputed_share"]), default=None)
-
-
-def cheapest(runs: Sequence[Summary], max_kl: float) -> Summary | None:
-    near = [run for run in runs if _is_near(run, max_kl)]
-    return min(near, key=lambda run: (run["recomputed_share"], run["kl_answer"]), default=None)
-
-
-RULES: Mapping[str, Rule] = {"nearest": nearest, "cheapest": cheapest}
-
-
 def best(runs: Sequence[Summary], max_kl: float) -> dict[str, Any]:
     """Choose the cheapest run that is near enough; if none is, the nearest of all. No runs: None."""
-    weighed = [run for run in runs if run["run"] not in (REFERENCE, NO_CONTEXT)]
-    chosen = cheapest(weighed, max_kl) or min(weighed, key=lambda run: run["kl_answer"], default=None)
-    return {"run": chosen and chosen["run"], "within_limit": chosen is not None and _is_near(chosen, max_kl)}
+    weighed = [run for run in runs if run["run"] != REFERENCE]
+    near = [run for run in weighed if _is_near(run, max_kl)]
+    cheapest = min(near, key=lambda run: (run["recomputed_share"], run["kl_answer"]), default=None)
+    chosen = cheapest or min(weighed, key=lambda run: run["kl_answer"], default=None)
+    return {"run": chosen and chosen["run"], "within_limit": cheapest is not None}
 
 
 def _is_near(run: Summary, max_kl: float) -> bool:
     """A single question has no interval."""
     interval = run["intervals"]["kl_answer"]
     return interval is not None and interval[1] <= max_kl
-
-
-def holdout(rows: Rows, max_kl: float) -> dict[str, Any] | None:
-    """Choose a run by each rule on the first half of the questions, in the file's order, and report it on both halves.
-
-    The best of many runs on some questions is partly so by accident; its result on other questions has no such bias.
-    Runs that have not answered every question are not weighed. None: there are fewer than two questions.
-    """
-    places = sorted(rows)
-    if len(places) < 2:
-        return None
-    names = {name for place in places for name in rows[place]} - {REFERENCE, NO_CONTEXT}
-    whole = {name for name in names if all(name in rows[place] for place in places)}
-    middle = math.ceil(len(places) / 2)
-    first, second = (_summaries(rows, half, whole) for half in (places[:middle], places[middle:]))
-    chosen = {name: rule(list(first.values()), max_kl) for name, rule in RULES.items()}
-    return {
-        "max_kl": max_kl,
-        "max_recomputed": MOST_RECOMPUTED,
-        "excluded": sorted(names - whole),
-        "rules": [
-            {"rule": name, "run": run and run["run"], "selection": run, "held_out": run and second[run["run"]]}
-            for name, run in chosen.items()
-        ],
-    }
-
-
-def _summaries(rows: Rows, places: Sequence[int], names: set[str]) -> dict[str, Summary]:
-    some = {place: rows[place] for place in places}
-    return {summary["run"]: summary for summary in summarise(some) if summary["run"] in names}

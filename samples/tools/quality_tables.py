@@ -3,9 +3,9 @@
     python samples/tools/quality_tables.py [--default union:0.15] "HotpotQA, Qwen"=hp.jsonl "MuSiQue, Qwen"=mu.jsonl …
 
 For each file a table of its runs, and one of all questions together, of the runs that every file has. Then what the
-default loses against `full`, separately for questions that `full` answers rightly and wrongly, and what the rules of
-`--holdout` choose. Brackets hold 95 % intervals of 10,000 bootstrap resamples, drawn in pairs, question by question. Of
-a file only the questions count that every one of its runs has answered.
+default loses against `full`, separately for questions that `full` answers rightly and wrongly. Brackets hold 95 %
+intervals of 10,000 bootstrap resamples, drawn in pairs, question by question. Of a file only the questions count that
+every one of its runs has answered.
 """
 
 from __future__ import annotations
@@ -22,20 +22,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from kvtool.core.evaluate.measures import numbers_of
 from kvtool.core.fusion.selectors import REFERENCE
 from kvtool.reports.intervals import interval
-from kvtool.reports.report import NO_CONTEXT
-from kvtool.reports.summary import holdout, summarise
+from kvtool.reports.summary import summarise
 
 ALL = "all together"
 RUN_HEAD = (
-    *("run", "rows", "KL answer", "less the default's", "KL first token", "F1", "less full's", "PGR of F1"),
+    *("run", "rows", "KL answer", "less the default's", "KL first token", "F1", "less full's"),
     *("contains", "less full's", "same first token", "same answer"),
 )
 LOSS_HEAD = (
-    *("set", "questions", "F1 less full's", "PGR of F1", "contains less full's", "where full is right: contains"),
+    *("set", "questions", "F1 less full's", "contains less full's", "where full is right: contains"),
     *("where it is wrong", "same first token", "same answer", "KL answer"),
 )
-HALVES_HEAD = ("set", "rule", "run chosen", "questions held out", "KL answer", "F1 less full's", "contains less full's")
-HELD = ("kl_answer", "f1_difference", "contains_difference")
 
 Rows = Mapping[int, Mapping[str, Mapping[str, Any]]]  # of a question's place, and of a run
 
@@ -44,17 +41,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sets", nargs="+", metavar="NAME=FILE", help="what --resume has kept, and how it is called")
     parser.add_argument("--default", default="union:0.15", help="the run that is held against full (union:0.15)")
-    parser.add_argument("--max-kl", type=float, default=0.05, help="as for `eval --holdout` (0.05)")
     options = parser.parse_args()
     sets = {name: whole(read(Path(path))) for name, _, path in (text.partition("=") for text in options.sets)}
-    chosen = [cells for name, rows in sets.items() for cells in half_cells(name, rows, options.max_kl)]
     if len(sets) > 1:
         sets[ALL] = together(list(sets.values()))
     for name, rows in sets.items():
         print(f"{name}: {len(rows)} questions\n")
         print_table(RUN_HEAD, (run_cells(summary) for summary in summarise(rows, options.default)))
     print_table(LOSS_HEAD, (loss_cells(name, rows, options.default) for name, rows in sets.items()))
-    print_table(HALVES_HEAD, chosen)
 
 
 # ---- what was measured ----
@@ -88,13 +82,12 @@ def together(sets: Sequence[Rows]) -> Rows:
 
 def run_cells(summary: Mapping[str, Any]) -> Iterator[str]:
     yield f"`{summary['run']}`"
-    yield "" if summary["run"] == NO_CONTEXT else f"{summary['recomputed_share']:.1%}"
+    yield f"{summary['recomputed_share']:.1%}"
     for name in ("kl_answer", "kl_answer_difference"):
         yield told(summary, name)
     yield plain(summary["kl_first"])
     yield plain(summary["f1"])
-    for name in ("f1_difference", "pgr_f1"):
-        yield told(summary, name)
+    yield told(summary, "f1_difference")
     yield plain(summary["contains"])
     yield told(summary, "contains_difference")
     yield from agreement(summary)
@@ -104,20 +97,12 @@ def loss_cells(name: str, rows: Rows, default: str) -> Iterator[str]:
     own = next(summary for summary in summarise(rows) if summary["run"] == default)
     yield name
     yield str(len(rows))
-    for key in ("f1_difference", "pgr_f1", "contains_difference"):
+    for key in ("f1_difference", "contains_difference"):
         yield told(own, key)
     for right in (1, 0):
         yield apart([one[default] for one in rows.values() if one[REFERENCE].get("contains") == right])
     yield from agreement(own)
     yield told(own, "kl_answer")
-
-
-def half_cells(name: str, rows: Rows, max_kl: float) -> Iterator[Sequence[str]]:
-    found = holdout(rows, max_kl)
-    for rule in found["rules"] if found else ():
-        held = rule["held_out"]
-        numbers = (str(held["count"]), *(told(held, key) for key in HELD)) if held else ("",) * (1 + len(HELD))
-        yield (name, rule["rule"], f"`{rule['run']}`" if held else "none does", *numbers)
 
 
 def apart(rows: Sequence[Mapping[str, Any]]) -> str:

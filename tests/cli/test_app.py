@@ -19,7 +19,6 @@ import typer
 
 import kvtool
 from kvtool.cli.app import COMMANDS, SHOWN, main
-from kvtool.cli.commands import new_app
 from kvtool.cli.options import Run, takes
 from kvtool.core.errors import EXIT_PARTIAL, GateError, StoreLockedError
 from kvtool.core.query.options import QueryOptions
@@ -36,8 +35,7 @@ def run(*args: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
 
 def install(monkeypatch: pytest.MonkeyPatch, function: Any, name: str = "probe") -> None:
     made: Any = types.ModuleType(f"kvtool.cli.{name}")
-    made.app = new_app()
-    made.app.command()(function)
+    setattr(made, name, function)
     monkeypatch.setitem(sys.modules, made.__name__, made)
     monkeypatch.setitem(COMMANDS, name, "A probe.")
 
@@ -213,17 +211,6 @@ def test_another_name_of_a_command_is_told_with_its_own(word: str, command: str,
     assert main([*command.split()[:1], "--help"]) == 0
 
 
-def test_did_you_mean_a_command(capsys: Capture) -> None:
-    main(["ingst"])
-    assert "Did you mean 'ingest'" in capsys.readouterr().err
-
-
-def test_an_unknown_variable_is_a_warning(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVTOOL_TOPK", "3")
-    assert main(["config", "show"]) == 0
-    assert "warning: unknown variable KVTOOL_TOPK in the environment" in capsys.readouterr().err
-
-
 def test_cron_has_no_home_and_no_locale(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "kvtool", "config", "show"],
@@ -259,12 +246,9 @@ def test_streams_that_are_closed_or_full(redirect: str, code: int, said: str) ->
 
 SLEEPER = """
 import sys, time, types, kvtool.cli.app as app
-from kvtool.cli.commands import new_app
 from kvtool.cli.options import takes, Run
 made = sys.modules["kvtool.cli.probe"] = types.ModuleType("kvtool.cli.probe")
-made.app = new_app()
 app.COMMANDS["probe"] = "sleeps"
-@made.app.command()
 @takes()
 def probe(run: Run) -> None:
     try:
@@ -274,6 +258,7 @@ def probe(run: Run) -> None:
         print("cleaned up", flush=True)
         if "stubborn" in sys.argv: time.sleep(60)
         if "library" in sys.argv: sys.exit(1)
+made.probe = probe
 sys.exit(app.main(["probe"]))
 """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import shutil
 from pathlib import Path
 from typing import Any
@@ -178,13 +177,3 @@ def test_what_leaves_the_range_of_the_stores_format_is_refused(model: Path, tmp_
     ingest = ("ingest", tmp_path / "in", "--model", large, *CHUNKS, *PREFIX, "--dtype", "float32", "--store-dtype")
     kvtool(*ingest, "float16", "--store", tmp_path / "narrow").failed(12, "the range of float16", "bfloat16")
     kvtool(*ingest, "bfloat16", "--store", tmp_path / "store").fine()
-
-
-@pytest.mark.slow
-def test_a_cpu_without_avx2_is_told_once_and_works(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVTOOL_CPU_FEATURES", "sse4_2 avx")
-    done = kvtool("query", QUESTION, "--store", elsewhere, *SHORT).fine()
-    assert done.err.count("KVTOOL_CPU_FEATURES names no AVX2") == (platform.machine() in ("x86_64", "AMD64"))
-    assert "AVX2" not in done.out
-    assert "AVX2" not in kvtool("query", QUESTION, "--store", elsewhere, "--quiet", *SHORT).fine().err
-    assert "AVX2" not in kvtool("store", "stats", "--store", elsewhere).fine().err

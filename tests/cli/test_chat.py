@@ -1,31 +1,34 @@
-"""`kvtool chat`: from a pipe, at a prompt, its commands, and Ctrl-C."""
+"""`kvtool chat`: from a pipe, at a prompt, its commands, Ctrl-C, and in a real terminal."""
 
 from __future__ import annotations
 
 import io
 import json
-import pty
+import os
+import shlex
+import shutil
 import signal
+import subprocess
 import sys
-import termios
+import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.document import Document
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from kvtool.cli import chat as module
-from kvtool.cli.chat import COMMANDS, HISTORY, Chat, PipedLines, TerminalLines, completions, typed_ahead
+from kvtool.cli.chat import COMMANDS, Chat, piped_lines, prompt_session, typed_lines
 from kvtool.cli.out import Out
 from kvtool.core.cache.store import Store
-from kvtool.core.common.files import data_dir
 from kvtool.core.query.conversation import Conversation
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.session.session import Session
-from tests.cli.working import QUESTION, kvtool
+from tests.cli.working import QUESTION, environment, kvtool
 
 SHORT = ("--max-tokens", "4", "--top-k", "2")
 
@@ -101,10 +104,9 @@ def screen(store: Path) -> Iterator[Screen]:
         yield Screen(Session.open(opened))
 
 
-def test_commands(screen: Screen, tmp_path: Path) -> None:
+def test_commands(screen: Screen) -> None:
     assert all(name in screen.says("/help") for name in COMMANDS)
     assert "nothing was answered yet" in screen.says("/sources")
-    assert "nothing was said yet" in screen.says("/save")
     assert "sources: " in screen.says(QUESTION)
     assert "mode: union" in screen.says("/mode")
     assert "earlier turns stay as they are" in screen.says("/mode reuse")
@@ -117,12 +119,6 @@ def test_commands(screen: Screen, tmp_path: Path) -> None:
     again = screen.says("And when?")
     assert "reuse: first token" in again
     assert "tokens kept" in again
-    assert "searched by: " in screen.says("/explain")
-    saved = tmp_path / "talk.md"
-    assert f"saved as {saved}" in screen.says(f"/save {saved}")
-    assert saved.read_text("utf-8").count("**") == 4
-    assert "exists" in screen.says(f"/save {saved}")
-    assert "cannot be written" in screen.says(f"/save {tmp_path / 'none' / 'talk.md'}")
     assert "did you mean '/reset'" in screen.says("/rest")
     assert "new conversation" in screen.says("/reset")
     assert screen.talk.tokens == 0
@@ -134,7 +130,7 @@ def test_words_that_are_commands_elsewhere_are_no_questions(screen: Screen) -> N
     assert "a new conversation begins" in screen.says("clear")
     assert not screen.talk.said
     screen.says(QUESTION)
-    for command in ("/mode reuse", "/top-k 1", "/explain", "/nope"):
+    for command in ("/mode reuse", "/top-k 1", "/nope"):
         screen.says(command)
     screen.says("And when?")
     assert screen.chat._last.turn["search"] == f"{QUESTION} And when? And when?"
@@ -143,12 +139,6 @@ def test_words_that_are_commands_elsewhere_are_no_questions(screen: Screen) -> N
 def test_a_chat_says_what_it_answers_from(screen: Screen, store: Path, tiny: Path) -> None:
     screen.chat.greet(store)
     assert f"6 documents of the store {store}, answered by {tiny}" in screen.stderr.getvalue()
-
-
-def test_words_are_completed() -> None:
-    assert completions("/m") == ["/mode"]
-    assert completions("/mode e") == ["epic"]
-    assert completions("") == completions("mode") == completions("/top-k e") == []
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_chat(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,15 +187,11 @@ def test_a_full_context_starts_over_with_a_word(screen: Screen) -> None:
     assert "sources: " in told
 
 
-def typed(keys: str) -> list[str | None]:
+def typed(keys: str) -> list[str]:
     """What lines a terminal gives for these keys, up to its end."""
     with create_pipe_input() as keyboard:
         keyboard.send_text(keys)
-        lines = TerminalLines(Out(stderr=io.StringIO()), input=keyboard, output=DummyOutput())
-        found = []
-        while (line := lines.next()) is not None:
-            found.append(line)
-        return found
+        return list(typed_lines(Out(stderr=io.StringIO()), input=keyboard, output=DummyOutput()))
 
 
 @pytest.mark.slow
@@ -216,44 +202,57 @@ def test_keys() -> None:
     assert typed("\x1b[200~pasted\nlines\x1b[201~\r\x04") == ["pasted\nlines"]
 
 
-def test_the_history_is_the_users_alone() -> None:
-    typed("remembered\r\x04")
-    file = data_dir() / HISTORY
-    assert file.stat().st_mode & 0o777 == 0o600
-    assert typed("\x1b[A\r\x04") == ["remembered"]
-
-
-def test_without_a_place_for_history_it_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("", "utf-8")
-    monkeypatch.setattr(module, "data_dir", lambda: tmp_path / "file" / "below")
-    assert typed("one\r\x04") == ["one"]
-
-
-def test_what_is_typed_while_it_answers_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next prompt has it; the terminal is restored after every end of an answer."""
-    master, slave = pty.openpty()
-    with open(master, "wb", 0) as keys, open(slave, encoding="utf-8") as terminal:
-        monkeypatch.setattr("sys.stdin", terminal)
-
-        def echoes() -> bool:
-            return bool(termios.tcgetattr(terminal)[3] & termios.ECHO)
-
-        assert echoes()
-        with suppress(KeyboardInterrupt), typed_ahead():
-            assert not echoes()
-            keys.write("미리 친 말\n".encode())
-            raise KeyboardInterrupt
-        assert echoes()
-        assert terminal.readline() == "미리 친 말\n"
-    monkeypatch.setattr("sys.stdin", None)
-    with typed_ahead():
-        pass
+def test_commands_are_completed() -> None:
+    with create_pipe_input() as keyboard:
+        completer = prompt_session(input=keyboard, output=DummyOutput()).completer
+    for words, completed in (("/m", "/mode"), ("/mode e", "/mode epic"), ("mode", None)):
+        found = [each.text for each in completer.get_completions(Document(words), CompleteEvent())]
+        assert found[:1] == ([completed] if completed else [])
 
 
 def test_a_query_without_a_question_chats_in_a_terminal(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kvtool("query", "--store", store).failed(2, "no question was given")
     monkeypatch.setattr("kvtool.cli.out.Out.is_interactive", True)
-    monkeypatch.setattr(module, "lines_for", lambda out: PipedLines(sys.stdin.buffer))
+    monkeypatch.setattr(module, "lines_for", lambda out: piped_lines(sys.stdin.buffer))
     done = kvtool("query", "--store", store, *SHORT, "--json", stdin=QUESTION.encode()).fine()
     assert json.loads(done.out)["turn"]["number"] == 1
     kvtool("query", "--store", store, "--compare", "reuse").failed(2, "no question was given")
+
+
+class Tmux:
+    def __init__(self, name: str) -> None:
+        self._server = ["tmux", "-L", name, "-f", os.devnull]
+
+    def tmux(self, *words: str) -> str:
+        env = environment(PYTHONPATH=str(Path(__file__).parents[2]))
+        return subprocess.run([*self._server, *words], capture_output=True, text=True, check=True, env=env).stdout
+
+    def until(self, text: str) -> None:
+        """Wait for a text on the screen, whose wrapped lines are joined."""
+        over = time.monotonic() + 300
+        while text not in (shown := self.tmux("capture-pane", "-p", "-J", "-S", "-200")):
+            assert time.monotonic() < over, shown
+            time.sleep(0.1)
+
+
+@pytest.fixture
+def terminal() -> Iterator[Tmux]:
+    made = Tmux(f"kvtool-{os.getpid()}")
+    yield made
+    made.tmux("kill-server")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="there is no tmux")
+def test_a_question_of_several_lines_and_the_end(store: Path, terminal: Tmux) -> None:
+    line = shlex.join([sys.executable, "-m", "kvtool", "chat", "--store", str(store), "--max-tokens", "8"])
+    shell = f"env LANG=C.UTF-8 sh -c {shlex.quote(f'{line}; echo ended with $?; sleep 1000')}"
+    terminal.tmux("new-session", "-d", "-x", "100", "-y", "40", shell)
+    terminal.until("Enter asks")
+    terminal.until("\n>")
+    terminal.tmux("send-keys", "Who built", "M-Enter", "the third mill?")
+    terminal.until("> Who built\n  the third mill?")
+    terminal.tmux("send-keys", "Enter")
+    terminal.until("sources: ")
+    terminal.tmux("send-keys", "C-d")
+    terminal.until("ended with 0")

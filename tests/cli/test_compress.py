@@ -19,7 +19,6 @@ from tests.cli.working import (
     SHORT,
     damages,
     files_below,
-    in_terminal,
     kvtool,
     process,
 )
@@ -182,29 +181,6 @@ def test_from_python_the_limit_is_the_same(plain: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("answer", "dropped"), [(b"y\n", True), (b"\n", False), (b"no\n", False), (b"\x04", False)])
-def test_a_terminal_is_asked(answer: bytes, dropped: bool, plain: Path) -> None:
-    kvtool("compress", "--store", plain, "--max-loss", "9").fine()
-    said = in_terminal("compress", "--store", plain, "--level", "4", "--max-loss", "9", typed=answer).fine().err
-    assert said.count("drop the exact records now? [y/N]") == 1
-    assert all(("raw" in levels_in(plain)[chunk]) != dropped for chunk in chunks_in(plain))
-    assert said.count("(was ") == 1 + dropped
-
-
-@pytest.mark.slow
-def test_a_terminal_is_not_asked_what_was_said(plain: Path) -> None:
-    done = in_terminal("compress", "--store", plain, "--max-loss", "9", "--keep-raw", typed=b"y\n")
-    assert "[y/N]" not in done.fine().err
-
-
-@pytest.mark.slow
-def test_a_profile_that_takes_more_than_it_saves_is_told(plain: Path) -> None:
-    at = ("compress", "--store", plain, "--chunks", chunks_in(plain)[0], *FAST)
-    assert "it pays in a larger store" in kvtool(*at).fine().err
-    assert "it pays in a larger store" not in kvtool(*at).fine().err
-
-
-@pytest.mark.slow
 def test_nobody_is_told_to_give_up_what_questions_read(plain: Path) -> None:
     """Rows that --keep leaves out are nowhere else."""
     kept = kvtool("compress", "--store", plain, "--keep", "0.5", *FAST).fine().err
@@ -227,16 +203,6 @@ def test_who_makes_a_level_that_questions_pass_over_is_told(fitted: Path, monkey
     said = kvtool("compress", "--store", fitted, "--level", "2", "3").fine().err
     assert said.count("that questions allow") == 1
     assert "`--level 3` or `--set load.max_loss=0.02` reads it" in said
-
-
-def test_jsonl(plain: Path) -> None:
-    done = kvtool("compress", "--store", plain, "--level", "4", "--questions", "1", "--jsonl", "-v").fine()
-    *events, summary = done.lines
-    assert {event["type"] for event in events} == {"status"}
-    assert all(event["schema"] == 1 for event in done.lines)
-    assert (summary["type"], summary["levels"][0]["level"]) == ("summary", "4")
-    (error,) = kvtool("compress", "--store", plain, "--level", "raw", "--jsonl").lines
-    assert (error["type"], error["error"]["exit_code"]) == ("error", 2)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.errors import DamagedError
 from kvtool.core.evaluate import audits
 from kvtool.core.evaluate.audits import Audit, is_drawn, keep_audit, kept_audits, shortened
-from kvtool.reports.paired_run import parse_run
+from kvtool.reports.questions import parse_run
 from tests.chaos.processes import start
 from tests.stores import make_store
 

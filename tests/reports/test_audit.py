@@ -10,7 +10,7 @@ import pytest
 from kvtool.core.cache.store import Store
 from kvtool.core.evaluate.audits import keep_audit
 from kvtool.core.session.identity import store_identity
-from kvtool.reports.audit import audit_overview, quantiles
+from kvtool.reports.stored import audit_overview, quantiles
 from tests.cli.working import QUESTION, SHORT, kvtool
 from tests.evaluate.test_audits import made
 from tests.reports.test_page import Outline

@@ -1,4 +1,4 @@
-"""Runs held against one another, and a run chosen on half of the questions: arithmetic over rows, no model."""
+"""Summaries of runs, the run that is recommended, and bootstrap intervals: arithmetic over rows, no model."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtool.reports.summary import by_full, cheapest, compared, holdout, nearest, overview, summarise
+from kvtool.reports import intervals
+from kvtool.reports.intervals import RESAMPLES, SEED, Estimate, difference, estimates, interval
+from kvtool.reports.summary import best, compared, ordered, overview, summarise
 
 Rows = dict[int, dict[str, dict[str, Any]]]
-ALL = ("full", "none", "reuse", "union:0.15")
+ALL = ("full", "reuse", "union:0.15")
 
 
 def row(kl: float = 0.0, f1: float | None = None, contains: float = 0.0, recomputed: int = 0) -> dict[str, Any]:
@@ -30,7 +32,6 @@ def questions(count: int = 40) -> Rows:
         hard, right = float(random.uniform(0, 0.5)), float(place % 4 > 0)
         rows[place] = {
             "full": row(f1=0.4 + hard, contains=right, recomputed=100),
-            "none": row(2.0, f1=hard, recomputed=100),
             "reuse": row(0.2 + hard, f1=0.1 + hard, contains=right * (place % 2)),
             "union:0.15": row(0.1 + hard, f1=0.3 + hard, contains=right, recomputed=15),
         }
@@ -41,22 +42,18 @@ def by_name(rows: Mapping[int, Any], base: str = "") -> dict[str, dict[str, Any]
     return {summary["run"]: summary for summary in summarise(rows, base)}
 
 
-def test_what_is_told_of_a_run() -> None:
+def test_summary_of_a_run() -> None:
     found = by_name(questions(), "reuse")
-    assert list(found) == ["full", "reuse", "union:0.15", "none"]
+    assert list(found) == ["full", "reuse", "union:0.15"]
     reuse, union = found["reuse"], found["union:0.15"]
     assert reuse["f1_difference"] == pytest.approx(-0.3)
     assert reuse["intervals"]["f1_difference"] == pytest.approx((-0.3, -0.3))  # the same of every question
     assert union["contains_difference"] == 0
-    assert (reuse["pgr_f1"], union["pgr_f1"]) == (pytest.approx(0.25), pytest.approx(0.75))
-    assert union["intervals"]["pgr_f1"] == pytest.approx((0.75, 0.75))
-    assert (reuse["pgr_contains"], union["pgr_contains"]) == (pytest.approx(2 / 3), 1)
     assert union["kl_answer_difference"] == pytest.approx(-0.1)
     assert union["kl_first_difference"] == pytest.approx(-0.05)
-    for name, lacks in (("full", "difference"), ("reuse", "kl_answer_difference"), ("none", "kl_answer_difference")):
+    for name, lacks in (("full", "difference"), ("reuse", "kl_answer_difference")):
         assert not [key for key in found[name] if lacks in key]
-    assert not [key for name in ("full", "none") for key in found[name] if "pgr" in key]
-    assert [name for name in found if found[name]["pareto"]] == ["full", "reuse", "union:0.15"]
+    assert [name for name in found if found[name]["pareto"]] == list(found)
 
 
 def test_the_base_is_told_where_it_is_there() -> None:
@@ -65,21 +62,9 @@ def test_the_base_is_told_where_it_is_there() -> None:
     assert not [key for key in by_name(questions(), "epic:4")["reuse"] if key.startswith("kl_answer_d")]
 
 
-def test_questions_that_full_answers_wrongly_stand_apart() -> None:
-    rows = [questions()[place] for place in range(40)]
-    found = by_full(rows, "reuse")
-    assert (found["full_right"]["count"], found["full_wrong"]["count"]) == (30, 10)
-    assert found["full_right"]["contains"] == pytest.approx(2 / 3)
-    assert found["full_wrong"]["contains"] == 0
-    assert found["full_wrong"]["f1"] == pytest.approx(np.mean([row["reuse"]["f1"] for row in rows[::4]]))
-    assert by_full(rows, "full")["full_right"]["contains"] == 1
-    assert by_full([{"full": row(), "reuse": row()}], "reuse") == {}
-
-
 def test_pairs_are_of_the_questions_that_have_both() -> None:
     rows = questions(6)
     for place in (0, 1):
-        del rows[place]["none"]
         del rows[place]["reuse"]
     rows[5] = {name: row(0.3) for name in ALL}  # no gold answers
     found = compared([rows[place] for place in range(6)], ALL, "reuse")
@@ -87,49 +72,96 @@ def test_pairs_are_of_the_questions_that_have_both() -> None:
     assert found["reuse"]["f1_difference"].value == pytest.approx(-0.3)
     wanted = [one["union:0.15"]["kl_answer"] - one["reuse"]["kl_answer"] for one in (*have, rows[5])]
     assert found["union:0.15"]["kl_answer_difference"].value == pytest.approx(np.mean(wanted))
-    assert found["union:0.15"]["pgr_f1"].value == pytest.approx(0.75)
     assert found["union:0.15"]["f1"].value == pytest.approx(np.mean([rows[p]["union:0.15"]["f1"] for p in range(5)]))
 
 
-def test_a_run_is_chosen_on_the_first_half_alone() -> None:
-    rows = questions(8)
-    for place in range(8):
-        good, bad = (0.01, 0.5) if place < 4 else (0.5, 0.01)
-        rows[place] |= {"blend:0.1": row(good, f1=0.5, recomputed=10), "epic:4": row(bad, f1=0.5, recomputed=5)}
-    found = holdout(rows, 0.05)
-    for rule in found["rules"]:
-        assert rule["run"] == "blend:0.1"
-        assert rule["selection"]["kl_answer"] == pytest.approx(0.01)
-        assert rule["held_out"]["kl_answer"] == pytest.approx(0.5)
-        assert rule["selection"]["count"] == rule["held_out"]["count"] == 4
-        assert set(rule["held_out"]["intervals"]) <= set(rule["held_out"])
-    assert [rule["rule"] for rule in found["rules"]] == ["nearest", "cheapest"]
+@pytest.mark.parametrize(
+    ("bounds", "run", "within_limit"),
+    [({"a": 0.04, "b": 0.01}, "a", True), ({"a": 0.5, "b": 0.04}, "b", True), ({"a": 0.5, "b": 0.4}, "b", False)],
+)
+def test_the_cheapest_that_is_near_enough_else_the_nearest(
+    bounds: dict[str, float], run: str, within_limit: bool
+) -> None:
+    runs = [
+        {"run": name, "recomputed_share": share, "kl_answer": bounds[name] / 2, "intervals": {"kl_answer": (0, high)}}
+        for share, (name, high) in enumerate(bounds.items())
+    ]
+    full = {"run": "full", "recomputed_share": 9.0, "kl_answer": 0.0, "intervals": {"kl_answer": (0, 0)}}
+    assert best([full, *runs], 0.05) == {"run": run, "within_limit": within_limit}
+    assert best([full], 0.05) == {"run": None, "within_limit": False}
 
 
-def summary(run: str, share: float, kl: float, high: float) -> dict[str, Any]:
-    return {"run": run, "recomputed_share": share, "kl_answer": kl, "intervals": {"kl_answer": (0.0, high)}}
+def test_order_of_runs() -> None:
+    given = ["later:1", "union:0.5", "union:0.05", "union+shift=no:0.05", "epic:100", "epic:16", "full", "reuse"]
+    expected = ["full", "reuse", "epic:16", "epic:100", "union:0.05", "union:0.5", "union+shift=no:0.05", "later:1"]
+    assert ordered(given) == expected
 
 
-def test_the_rules() -> None:
-    of = (("a", 0.0, 0.2, 0.3), ("b", 0.05, 0.06, 0.11), ("c", 0.152, 0.05, 0.10), ("d", 0.3, 0.01, 0.02))
-    runs = [summary(*one) for one in of]
-    found = nearest(runs, 0.0)
-    assert found["run"] == "c"  # 15 % in whole percents
-    for max_kl, wanted in ((0.3, "a"), (0.11, "b"), (0.1, "c"), (0.09, "d"), (0.01, None)):
-        chosen = cheapest(runs, max_kl)
-        assert (None if chosen is None else chosen["run"]) == wanted
+# ---- intervals ----
 
 
-def test_runs_that_lack_questions_are_not_weighed() -> None:
-    rows = questions(5)
-    del rows[4]["reuse"]
-    found = holdout(rows, 9.0)
-    assert found["excluded"] == ["reuse"]
-    assert {rule["run"] for rule in found["rules"]} == {"union:0.15"}
-    assert [found["rules"][0][half]["count"] for half in ("selection", "held_out")] == [3, 2]
+def uniform(seed: int, count: int = 200) -> list[float]:
+    return list(np.random.default_rng(seed).uniform(0, 1, count))
 
 
-def test_where_nothing_can_be_chosen() -> None:
-    assert holdout(questions(1), 1.0) is None
-    found = holdout({place: {"full": row(recomputed=100)} for place in range(4)}, 1.0)
-    assert [rule["run"] for rule in found["rules"]] == [None, None]
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 7, 100, 1500])
+def test_an_interval_contains_the_mean_and_is_reproducible(count: int) -> None:
+    values = list(np.random.default_rng(count).exponential(size=count))
+    found = interval(values)
+    low, high = found
+    assert low <= np.mean(values) <= high
+    assert low < high
+    assert interval(values) == found
+
+
+def test_width_of_an_interval_is_that_of_the_normal_approximation() -> None:
+    values = np.random.default_rng(1).normal(5, 2, 400)
+    found = interval(list(values))
+    error = values.std() / 20
+    assert found == pytest.approx((values.mean() - 1.96 * error, values.mean() + 1.96 * error), abs=0.15 * error)
+
+
+@pytest.mark.parametrize("count", [3, 40])
+def test_an_interval_equals_that_of_collected_draws(count: int) -> None:
+    """The plain way: draw, collect, average, a resample at a time."""
+    values, random = np.random.default_rng(count).exponential(size=count), np.random.default_rng(SEED)
+    means = np.array([values[random.integers(0, count, count)].mean() for _ in range(RESAMPLES)])
+    assert interval(list(values)) == pytest.approx(tuple(np.percentile(means, [2.5, 97.5])), rel=1e-9)
+
+
+def test_differences_are_paired() -> None:
+    """What makes questions unlike one another is in both runs, and makes their difference no less sure."""
+    hard = [100 * value for value in uniform(2)]
+    other = [value + 1 + noise for value, noise in zip(hard, uniform(3), strict=True)]
+    found, none = estimates({"": difference(other, hard), "none": difference(hard, hard)}).values()
+    assert found.value == pytest.approx(np.mean(other) - np.mean(hard))
+    low, high = found.interval
+    assert high - low < 0.1 < 1 < low
+    alone = interval(other)
+    assert alone[1] - alone[0] > 5
+    assert none == Estimate(0.0, (0.0, 0.0))
+
+
+def test_intervals_of_too_few_numbers() -> None:
+    assert interval([]) is None
+    assert interval([1.0]) is None
+    assert estimates({"": [None, None]}) == {"": Estimate(None, None)}
+    assert estimates({}) == {}
+
+
+def test_questions_without_a_number_count_nowhere() -> None:
+    """Also where other statistics of the same draws have one."""
+    some = [1.0, None, 5.0, None]
+    found = estimates({"some": some, "all": [1.0, 2.0, 5.0, 9.0], "both": difference(some, [0, 0, None, 0])})
+    assert (found["some"].value, found["some"].interval) == (3.0, (1.0, 5.0))
+    assert found["all"].value == 4.25
+    assert found["both"] == Estimate(1.0, None)  # one question has both: it says nothing about others
+    assert found["all"].interval == interval([1.0, 2.0, 5.0, 9.0])
+
+
+def test_blocks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = [1.0, 2.0, 5.0, 9.0]
+    whole = interval(values)
+    monkeypatch.setattr(intervals, "_AT_ONCE", 40)
+    assert interval(values) == whole

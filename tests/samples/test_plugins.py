@@ -63,7 +63,7 @@ def made(target: Path, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     ask = ["query", "Whom do I meet, baker Q the miller?", *"--max-tokens 2 --json --top-k 3".split()]
     ask += ["--set", "search.min_score=0"]
     commands = {
-        "plugins": ["config", "plugins", "--json"],
+        "plugins": ["doctor", *here, "--json"],
         "ingest": ["ingest", str(corpus), *here, *model, *kept, "--embedder", "letters", "--json"],
         "query": [*ask, *here, "--fusion", "spread", "--ratio", "30%", "--retriever", "hybrid"],
         "everything": [*ask, *here, "--compare", "spread", "--ratio", "100%"],
@@ -90,8 +90,9 @@ def made(target: Path, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.mark.slow
 def test_a_calendar_is_read_found_fused_and_shared(made: dict[str, Any]) -> None:
-    plugins = [f"{row['kind']} {row['name']} {row['problem']}".strip() for row in made["plugins"]["plugins"]]
-    assert plugins == ["readers vcs", "embedders letters", "selectors spread", "blobs sqlite"]
+    subjects = {row["subject"] for row in made["plugins"]["findings"] if row["state"] == "ok"}
+    assert {f"plugin {each}" for each in ("vcs (readers)", "letters (embedders)", "spread (selectors)")} <= subjects
+    assert "plugin sqlite (blobs)" in subjects
     assert made["ingest"]["documents"]["added"] == 4
     reply = made["query"]
     best = max(reply["chunks"], key=lambda chunk: chunk["score"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
@@ -72,7 +71,7 @@ def keep_audit(store: Store, fingerprint: str, audit: Audit) -> bool:
             row = fingerprint, json.dumps(asdict(audit))
             number = database.execute("INSERT INTO audits (model, audit) VALUES (?, ?)", row).lastrowid or 0
             database.execute("DELETE FROM audits WHERE number <= ?", (number - _MOST,))
-    except (OSError, sqlite3.Error):
+    except OSError:
         return False
     return True
 
@@ -85,12 +84,18 @@ def kept_audits(store: Store, fingerprint: str) -> tuple[Audit, ...]:
         with _opened(path, "ro") as database:
             rows = database.execute("SELECT audit FROM audits WHERE model = ? ORDER BY number", (fingerprint,))
             return tuple(Audit(**json.loads(text)) for (text,) in rows)
-    except (sqlite3.Error, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise DamagedError(f"{path} cannot be read: {error}", "delete it; new audits are kept in a new one") from error
 
 
 @contextmanager
-def _opened(path: Path, mode: str) -> Iterator[sqlite3.Connection]:
-    database = sqlite3.connect(f"{path.absolute().as_uri()}?mode={mode}", _LOCK_SECONDS, uri=True)
-    with closing(database), database:
-        yield database
+def _opened(path: Path, mode: str) -> Iterator[Any]:
+    """Open the database for one transaction. Raises OSError for every failure."""
+    import sqlite3  # not with the measures of each question
+
+    try:
+        where = f"{path.absolute().as_uri()}?mode={mode}"
+        with closing(sqlite3.connect(where, _LOCK_SECONDS, uri=True)) as database, database:
+            yield database
+    except sqlite3.Error as error:
+        raise OSError(str(error)) from error

@@ -1,3 +1,5 @@
+"""Measures of an answer, and audits: given answers compared with full prefill, kept next to the store."""
+
 from __future__ import annotations
 
 import re

@@ -46,21 +46,16 @@ class Reference:
     @classmethod
     def answered(cls, decoder: Decoder, fused: Fused, max_tokens: int) -> Reference:
         sampling = Sampling.greedy(max_tokens)
-        first = first_token(fused.logits, sampling)
-        return cls.of(decoder, fused, generate(decoder, fused.cache, first, sampling))
+        answer = generate(decoder, fused.cache, first_token(fused.logits, sampling), sampling)
+        return cls.of(decoder, fused, answer)
 
     def force(self, fused: Fused) -> Forced:
         logits = forced_logits(self.decoder, fused, self.answer.script)
         best = logits.argmax(-1).tolist()
         divergence = kl_of_logits(self.logits, logits)
         agreed = [own == wanted for own, wanted in zip(best, self.best, strict=True)]
-        distance = Distance(
-            kl_first=float(divergence[0]),
-            kl_answer=float(divergence.mean()),
-            first_agrees=agreed[0],
-            agreement=sum(agreed) / len(agreed),
-        )
-        return Forced(self, fused, best, distance)
+        first, mean = float(divergence[0]), float(divergence.mean())
+        return Forced(self, fused, best, Distance(first, mean, agreed[0], sum(agreed) / len(agreed)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +95,8 @@ def kl_of_logits(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
     A few rows at a time: in float64 those of a long answer and a large vocabulary are gigabytes.
     """
-    pairs = zip(p.split(_ROWS), q.split(_ROWS), strict=True)
-    return torch.cat([kl(*(logits.double().log_softmax(-1) for logits in pair)) for pair in pairs])
-
-
-def kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    """Compute the KL divergence of each row in nats, D(p ‖ q); both log-probabilities, float64 `[rows, vocabulary]`."""
-    return (log_p.exp() * (log_p - log_q)).sum(-1)
+    rows = []
+    for pair in zip(p.split(_ROWS), q.split(_ROWS), strict=True):
+        log_p, log_q = (logits.double().log_softmax(-1) for logits in pair)
+        rows.append((log_p.exp() * (log_p - log_q)).sum(-1))
+    return torch.cat(rows)

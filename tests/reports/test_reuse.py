@@ -1,30 +1,136 @@
-"""Attention mass by class and the keys that hold most of it, against eager attention by unmodified `transformers`."""
+"""Deviation and attention of reused KV, against full prefill and eager attention by unmodified `transformers`."""
 
 from __future__ import annotations
+
+import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from kvtool.core.errors import UsageError
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.kernels.attention.params import AttentionParams
-from kvtool.reports.attention_mass import (
+from kvtool.reports import reused_prompt
+from kvtool.reports.reused_prompt import (
     CLASSES,
     MASS,
     START_TOKENS,
+    Chosen,
     Classes,
+    ReusedPrompt,
     Tally,
+    attention_deviation,
+    deviation,
+    deviation_report,
     keys_needed,
-    overlap,
+    most_deviating,
     sparsity_report,
+    spearman,
+    top_share,
 )
-from kvtool.reports.reused_prompt import Chosen, ReusedPrompt
-from tests.fusion.making import BOS, CHUNKS, NAMES, PREFIX, Case, case, tokens
+from tests.fusion.making import BOS, CHUNKS, NAMES, PREFIX, Case, case, plain_rows
 from tests.reports.plain import attention_of, past_of
 
 
-def subject_of(one: Case) -> ReusedPrompt:
-    return ReusedPrompt.of(one.decoder, one.plan(lead_in=BOS), one.source)
+def subject_of(one: Case, plan: Plan | None = None) -> ReusedPrompt:
+    return ReusedPrompt.of(one.decoder, plan or one.plan(lead_in=BOS), one.source)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_metrics_are_those_of_full_prefill(name: str) -> None:
+    one = case(name)
+    plan = one.plan(lead_in=BOS)
+    subject = subject_of(one, plan)
+    reused = subject.recomputing(torch.zeros(plan.length, dtype=torch.bool))
+    found = deviation(subject, reused, subject.full())
+    exact = plain_rows(one.name, one.dtype, tuple(plan.ids), 0)
+    assert subject.hits.tolist() == list(range(plan.chunks[0].start, plan.chunks[-1].stop))
+    for layer, buffer in enumerate(reused.buffers):
+        pairs = zip((buffer.keys, buffer.values), exact[layer], strict=True)
+        k, v = (mine[0][:, subject.hits] - own[0][:, subject.hits] for mine, own in pairs)
+        for own, wrong in ((found.keys[layer], k), (found.values[layer], v)):
+            assert torch.allclose(own, (wrong**2).sum((0, 2)), atol=3e-5, rtol=1e-4)
+    assert found.values[0].max() < 1e-8  # layer 0 depends only on the embedding
+    assert found.values[1:].mean() > 1e-4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_attention_deviates_as_eager_attention_says(name: str) -> None:
+    one = case(name)
+    plan = one.plan(lead_in=BOS)
+    subject = subject_of(one, plan)
+    full = subject.full()
+    chosen = torch.zeros(plan.length, dtype=torch.bool)
+    chosen[subject.hits[::7]] = True
+    cache = subject.recomputing(chosen)
+    ours = attention_deviation(cache, subject.queries(cache), full, subject.queries(full))
+    exact = plain_rows(one.name, one.dtype, tuple(plan.ids), 0)
+    start, reused = plan.segments[-1].start, [(buffer.keys, buffer.values) for buffer in cache.buffers]
+    layers = one.decoder.stored_layers
+    right, wrong = (
+        attention_of(one, plan.ids[start:], past_of(one, sides[:layers], start)) for sides in (exact, reused)
+    )
+    wanted = [float((a - b).norm() / b.norm()) for a, b in zip(wrong, right, strict=True)]
+    assert ours == pytest.approx(wanted, abs=1e-5)
+    assert max(ours) > 1e-3
+
+
+def test_the_most_deviating_rows() -> None:
+    subject = subject_of(case("llama"))
+    worth = torch.arange(len(subject.hits), 0.0, -1)
+    for ratio in (0.0, 0.15, 1.0):
+        chosen = most_deviating(subject, ratio, worth).nonzero()[:, 0].tolist()
+        assert len(chosen) == math.ceil(round(ratio * len(subject.hits), 6))
+        assert chosen == subject.hits[: len(chosen)].tolist()
+
+
+def test_spearman_and_shares_by_hand() -> None:
+    dice = np.random.default_rng(0)
+    a, b = dice.normal(size=40), dice.integers(0, 9, 40).astype(float)
+
+    def ranks(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return np.array([(values < own).sum() + ((values == own).sum() - 1) / 2 for own in values])
+
+    wanted = np.corrcoef(ranks(a), ranks(b))[0, 1]
+    assert spearman(torch.tensor(a), torch.tensor(b)) == pytest.approx(wanted, abs=1e-12)
+    assert spearman(torch.arange(5.0), torch.arange(5.0) ** 3) == pytest.approx(1)
+    assert spearman(torch.arange(5.0), -torch.arange(5.0)) == pytest.approx(-1)
+    assert spearman(torch.ones(5), torch.arange(5.0)) == 0
+    assert top_share(torch.tensor([1.0, 4, 3, 2]), 0.25) == pytest.approx(0.4)
+    assert top_share(torch.tensor([1.0, 4, 3, 2]), 1.0) == pytest.approx(1)
+    assert top_share(torch.zeros(4), 0.5) == 0
+
+
+def test_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reused_prompt, "RATIOS", (0.0, 0.15, 1.0))
+    one = case("llama")
+    subject = subject_of(one)
+    found = deviation_report(subject)
+    layers = len(one.decoder.layers)
+    assert [row["layer"] for row in found["layers"]] == list(range(layers))
+    assert found["tokens"]["reused"] == sum(map(len, CHUNKS)) == len(found["token_deviation"])
+    assert found["layers"][0]["spearman_next"] is None
+    assert all(-1 <= row["spearman_next"] <= 1 for row in found["layers"][1:-1])
+    for row in found["layers"][1:]:
+        shares = list(row["top_share"].values())
+        assert shares == sorted(shares)
+        assert row["v_relative"] > 0
+    untouched, some, everything = found["attention"]
+    assert untouched["deviation"] > 1e-3
+    assert everything["deviation"] < 1e-5
+    assert some["tokens_recomputed"] == math.ceil(0.15 * found["tokens"]["reused"])
+    assert some["by_layer"][0] <= untouched["by_layer"][0] + 1e-6
+
+
+def test_nothing_that_is_reused_from_elsewhere() -> None:
+    one = case("llama")
+    with pytest.raises(UsageError, match="reused"):
+        subject_of(one, one.plan(CHUNKS[:1], lead_in=PREFIX))
+
+
+# ---- attention by class ----
 
 
 def class_of(plan: Plan, row: int, key: int) -> str:
@@ -95,7 +201,7 @@ def test_the_question_over_full_and_reused_caches(name: str) -> None:
 
 @pytest.mark.parametrize("most", [1, 60_000])
 def test_rows_are_tallied_in_blocks_as_one(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtool.reports.attention_mass._BLOCK_BYTES", most)
+    monkeypatch.setattr("kvtool.reports.reused_prompt._BLOCK_BYTES", most)
     one = case("llama")
     plan = one.plan(lead_in=BOS)
     count, heads = 150, 2
@@ -118,20 +224,6 @@ def test_keys_needed_by_hand() -> None:
     assert keys_needed(weights, torch.tensor([4, 2, 4])).tolist() == [[0.75, 0.5, 1.0]]
 
 
-def test_the_same_question_looks_at_the_same_positions() -> None:
-    one = case("llama")
-    subject = subject_of(one)
-    same, other = subject.plan.segments[-1].ids, tokens(11, 60)
-    found = sparsity_report(subject, [same])["stability"]
-    assert found["by_layer"] == [1.0] * len(one.decoder.layers)
-    assert found["questions"] == 2
-    apart = sparsity_report(subject, [other, same])["stability"]
-    assert apart["questions"] == 3
-    assert apart["mean_share"] < 1
-    assert 0 < apart["chance_share"] < 0.1
-    assert overlap(torch.tensor([[True, True, False]]), torch.tensor([[True, False, True]])) == [0.5]
-
-
 def test_shares_of_classes() -> None:
     subject = subject_of(case("llama"))
     found = sparsity_report(subject)
@@ -140,4 +232,3 @@ def test_shares_of_classes() -> None:
     assert share["instruction"] == pytest.approx((len(PREFIX) - 1) / length)
     assert share["chunk starts"] == pytest.approx(sum(min(START_TOKENS, len(chunk)) for chunk in CHUNKS) / length)
     assert sum(share.values()) == pytest.approx(1)
-    assert found["stability"] is None

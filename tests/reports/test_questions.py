@@ -1,4 +1,4 @@
-"""A run's answer is the one that generation from scratch gives, and its distance the one that `--compare` shows."""
+"""Runs of a question: their names, and answers and distances equal to those of generation from scratch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from transformers import DynamicCache
 
+from kvtool.core.errors import UsageError
 from kvtool.core.evaluate.reference import Reference
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.options import selector_for
@@ -16,10 +17,97 @@ from kvtool.core.model.generate import Generated, Sampling, first_token, generat
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.prompt import PromptLayout
 from kvtool.core.query.reply import Request
-from kvtool.reports.paired_run import PairedRun, RunSpec, parse_run
-from kvtool.reports.report import NO_CONTEXT
+from kvtool.reports.questions import PairedRun, RunSpec, parse_run, parse_runs
 from tests.fusion.making import CHUNKS, NAMES, Case, case, new_case, plain_text, tokens
 from tests.reports.plain import past_of, run_plain
+
+
+def names(*texts: str) -> list[str]:
+    return [run.name for run in parse_runs(texts)]
+
+
+def test_nothing_given_is_every_mode_by_default() -> None:
+    assert names()[:3] == ["reuse", "epic:16", "blend:0.15"]
+    lossy = [name for name, kind in SELECTORS.items() if not kind.lossless]
+    assert [name.partition(":")[0] for name in names()] == lossy
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        *(("reuse", "reuse"), ("epic", "epic:16"), ("epic:0", "epic:0"), ("epic:016", "epic:16")),
+        *(("blend", "blend:0.15"), (" blend : 0.150 ", "blend:0.15"), ("blend:15%", "blend:0.15")),
+        *(("union:7%", "union:0.07"), ("infoflow:1", "infoflow:1")),
+        ("union+shift=no:15%", "union+shift=no:0.15"),
+        ("union + shift=off", "union+shift=no:0.15"),
+        ("union+weighting=0.50+shift=yes:5%", "union+shift=yes+weighting=0.5:0.05"),
+        ("blend+metric=k_l1", "blend+metric=k_l1:0.15"),
+    ],
+)
+def test_a_run_has_one_name(text: str, name: str) -> None:
+    run = parse_run(text)
+    assert run.name == name
+    assert parse_run(run.name) == run
+
+
+def test_lists() -> None:
+    assert names("reuse,union:2%", "epic") == ["reuse", "union:0.02", "epic:16"]
+    assert names("reuse,,reuse, blend:5%,blend:0.05") == ["reuse", "blend:0.05"]
+    assert names("full,reuse,full") == ["reuse"]  # the reference runs anyway
+    assert names("full") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("blond", "did you mean 'blend'"),
+        ("auto", "known: full"),
+        ("blend@prefix", "fusion mode"),
+        ("union+shfit=no", "did you mean 'shift'"),
+        ("union+ratio=3%", "no option 'ratio'"),
+        ("reuse+shift=no", "leave it out"),
+        ("union+shift=perhaps", "perhaps"),
+        ("blend+metric=v", "v_sse"),
+        ("", "known"),
+        ("reuse:0.1", "write reuse"),
+        ("reuse:", "write reuse"),
+        ("blend:x", "is not a number or a percentage"),
+        ("blend:1.01", "between 0 and 1"),
+        ("epic:1.5", "is not a whole number"),
+        ("epic:-1", "is less than 0"),
+    ],
+)
+def test_bad_runs(text: str, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_run(text)
+    assert repr(text) in caught.value.message
+    assert said in caught.value.message + caught.value.hint
+
+
+def test_a_list_of_nothing() -> None:
+    with pytest.raises(UsageError, match="names no run"):
+        parse_runs([" , "])
+
+
+def test_the_amount_reaches_the_selector() -> None:
+    base = QueryOptions(ratio=0.9, link_tokens=3)
+    for mode in SELECTORS:
+        for amount in ("", ":7%", ":7"):
+            try:
+                run = parse_run(mode + amount)
+            except UsageError:
+                continue
+            selector = selector_for(run.options(base), run.mode)
+            assert selector.name == mode
+            if run.knob:
+                assert getattr(selector, run.knob) == run.amount
+
+
+def test_what_a_run_changes_reaches_its_mode() -> None:
+    run = parse_run("union+shift=no+weighting=2:5%")
+    expected = SELECTORS["union"](ratio=0.05, weighting=2, shift=False)
+    assert selector_for(run.options(QueryOptions()), run.mode) == expected
+
 
 RUNS = tuple(
     parse_run(text)
@@ -121,26 +209,6 @@ def plain_log_p(own: Case, ids: list[int], script: Sequence[int], past: DynamicC
     out = run_plain(own, [*ids, *script[:-1]], past)
     logits: np.ndarray = out.logits[0, len(ids) - 1 :].double().log_softmax(-1).numpy()
     return logits
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_answer_without_context_is_transformers_own(name: str) -> None:
-    """The prompt's beginning and the question, and its distance over the script of the whole prompt's answer."""
-    own, options = case(name), QueryOptions(max_tokens=6)
-    first, *_, last = own.plan().segments
-    alone = [*first.ids, *last.ids]
-    asked = PromptLayout(Request("?"), (), own.plan(holes=[1]), 5000.0)
-    rows = dict(PairedRun(own.decoder, own.source, asked, options).rows([RunSpec(NO_CONTEXT), RUNS[2]]))
-    row, whole = rows[NO_CONTEXT], scratch(own, RUNS[0], options, CHUNKS)
-    said = plain_text(name, own.dtype, tuple(alone), options.max_tokens)
-    text = own.decoder.loaded.tokenizer.decode(said, skip_special_tokens=True)
-    assert row["answer"] == text.rstrip("\ufffd").strip()  # the first bytes of a character that never came
-    full, mine = (plain_log_p(own, ids, whole.script, None) for ids in (own.plan().ids, alone))
-    assert row["kl_answer"] == pytest.approx((np.exp(full) * (full - mine)).sum(-1).mean(), abs=1e-5)
-    assert row["recomputed"] + row["fresh"] == len(alone)
-    assert (row["reused"], row["holes"]) == (0, [])
-    assert row["ttft_ms"] < 5000  # nothing is looked for
-    assert rows["reuse"]["holes"]
 
 
 def test_counts_and_holes() -> None:
