@@ -42,7 +42,7 @@ def every_command(folder: Path, store: Path, fitted: Path, tiny: Path) -> dict[s
         for name, args in {
             "ingest": ("ingest", corpus, *fresh, "--model", tiny, *CHUNKS, *PREFIX, "--json"),
             "serve": ("serve", "--show-key", "--json"),
-            "ingest (events)": ("ingest", corpus, *fresh, "--strict", "--jsonl"),
+            "ingest (events)": ("ingest", corpus, *fresh, "--jsonl"),
             "ingest (dry run)": ("ingest", corpus, *fresh, "--dry-run", "--json"),
             "compress": ("compress", *fresh, "--fit", "--level", "1", "--level", "lossless", "--json"),
             "compress (events)": ("compress", *fresh, "--level", "3", "--jsonl"),

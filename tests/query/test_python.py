@@ -217,7 +217,7 @@ def test_a_store_is_searched_and_listed_without_a_model(store: Path) -> None:
     with package.open(store) as opened:
         report, documents, stats = opened.search(QUESTION, top_k=2), opened.documents(), opened.stats()
         assert opened._session is None
-    by_command = command("search", QUESTION, "--top-k", 2, "--store", store, "--json").fine().json
+    by_command = kvtool("search", QUESTION, "--top-k", 2, "--store", store, "--json").fine().json
     assert {"schema": by_command["schema"], **report.to_json()} == by_command
     assert documents == listing(store)
     assert stats["documents"] == len(documents)
