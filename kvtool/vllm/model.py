@@ -23,7 +23,7 @@ from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.forward import Ends, Forward, Heads
 from kvtool.core.model.kinds import KVShape, LayerKind, Sample
 from kvtool.core.model.prompt_cache import BufferLayer
-from kvtool.core.model.rope import Rotary
+from kvtool.core.model.rope import HALVES, PAIRS, Rotary
 from kvtool.core.model.stack import Turns
 from kvtool.vllm.ranks import Ranks
 
@@ -162,7 +162,8 @@ class VllmDecoder(Decoder):
             layer: self._sample(layers[layer])
             for layer in {kind: number for number, kind in enumerate(self.kinds)}.values()
         }
-        self._rotary = Rotary(self.base, self.kinds, samples, dtype, device)
+        layout = HALVES if all(layer.own.self_attn.rotary_emb.is_neox_style for layer in layers) else PAIRS
+        self._rotary = Rotary(self.base, self.kinds, layout, samples, dtype, device)
         self._forward_pass = Forward(
             self.rotary, self.pause, layers, ends_of(model, self.ranks), why="vLLM's own layers"
         )

@@ -41,8 +41,8 @@ PROMPT, QUESTION_ROWS = 4096, 32  # tokens
 ALL, EXACT, FULL_ALONE = "all", "`full`, `prefix`", "`full`"
 _HEAD = """# Model families
 
-kvtool accepts a model by its configuration and its layers, not by its name. A family that is not listed here is \
-tried, and refused with a reason if it cannot work. The tests check the [laws](../internals/design.md#laws) on a tiny \
+kvtool reads a model's configuration and layers. A family that is not listed here is expected to rotate keys as Llama \
+does; its keys and layers are checked when it is loaded, and it is refused with a reason if it cannot work. The tests check the [laws](../internals/design.md#laws) on a tiny \
 random model of each configuration class; `samples/tools/families.py` in the repository writes this page from them.
 
 kvtool reads safetensors of all families, and GGUF files with packed weights of these architectures: {gguf}.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -69,12 +69,12 @@ class Sample:
 @dataclass(frozen=True, slots=True)
 class Outline:
     """`base`: the decoder without its LM head. `attending`: numbers of the layers that have keys and values, those of
-    `kinds`. `samples`: keys of a layer of each kind, by its number, where the layout of its RoPE is not known."""
+    `kinds`. `samples`: keys of a layer of each kind, by its number, where the layout of its RoPE is checked."""
 
     base: Any
     attending: tuple[int, ...]
     kinds: tuple[LayerKind, ...]
-    samples: Mapping[int, Sample] | None = None
+    samples: Mapping[int, Sample] = field(default_factory=dict)
 
 
 def outline_of(model: DenseModel) -> Outline:

@@ -47,72 +47,74 @@ def _each(spread: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[CosSin], 
     return lambda angles: CosSin(spread(angles.cos), spread(angles.sin))
 
 
-_LAYOUTS = (
-    Layout(False, lambda angles: angles),
-    Layout(True, lambda angles: angles),
-    Layout(False, _each(lambda side: side.repeat(1, 1, 2))),  # each angle is given once (gpt-oss)
-    Layout(True, _each(lambda side: side.chunk(2, -1)[0].repeat_interleave(2, -1))),  # given as for halves (GLM)
-    Layout(False, CosSin.transposed),  # the other way round (nanochat)
-)
+HALVES = Layout(False, lambda angles: angles)
+PAIRS = Layout(True, lambda angles: angles)
+_PAIRS_OF_HALVES = Layout(True, _each(lambda side: side.chunk(2, -1)[0].repeat_interleave(2, -1)))
+# By model type, where it is not that of Llama.
+_LAYOUTS = {
+    **dict.fromkeys(("cohere", "cohere2", "cohere2_moe", "deepseek_v2", "glm4v_text", "llama4_text"), PAIRS),
+    **dict.fromkeys(("ernie4_5", "ernie4_5_moe", "glm", "glm4", "helium"), _PAIRS_OF_HALVES),  # angles as for halves
+    "gpt_oss": Layout(False, _each(lambda side: side.repeat(1, 1, 2))),  # each angle is given once
+    "nanochat": Layout(False, CosSin.transposed),  # the other way round
+}
+
+
+def layout_of(model_type: str) -> Layout:
+    return _LAYOUTS.get(model_type, HALVES)
 
 
 class Rotary:
     """Rotates keys `[batch, kv_heads, tokens, head_dim]` as the model does, by its own cos and sin, which are rounded
-    to `dtype`, in which it computes. The layout is the first one that moves a sample of each kind of layer to the
-    positions at which the model itself has computed it; without samples it is that of Llama."""
+    to `dtype`, in which it computes. `samples`: keys of a layer of each kind, by its number.
+
+    Raises ModelError: the layout does not move a sample to the positions at which the model itself has computed it, as
+    where keys are normed after their rotation (HunYuan).
+    """
 
     def __init__(
         self,
         base: Any,
         kinds: Sequence[LayerKind],
-        samples: Mapping[int, Sample] | None,
+        layout: Layout,
+        samples: Mapping[int, Sample],
         dtype: torch.dtype,
         device: str,
     ) -> None:
         self._emb = rotary_of(base)
         self._kinds = kinds
         self.names = sorted({kind.rotation for kind in kinds if kind.rotation is not None})
+        self._layout = layout
         self._dtype = dtype
         self._isa = isa_here()
         self._device = device  # packed weights do not show it
         self._check_sections()
-        self._layout = _LAYOUTS[0] if samples is None else self._layout_of(samples)
+        for layer, sample in samples.items():
+            if not (error := self._error(layer, sample)) <= _MOVED[dtype]:
+                raise ModelError(
+                    f"keys of layer {layer} cannot be moved: rotated to another place they are off by {error:.2g}",
+                    "this would need keys before what the model does after its rotation, or the layout of its rotation",
+                )
 
-    def _layout_of(self, samples: Mapping[int, Sample]) -> Layout:
-        """Raises ModelError: no layout moves the keys of a layer, as where they are normed after their rotation
-        (HunYuan)."""
-        nearest, worst = float("inf"), 0
-        for layout in _LAYOUTS:
-            errors = {layer: self._error(layout, layer, sample) for layer, sample in samples.items()}
-            layer = max(errors, key=errors.__getitem__)
-            if errors[layer] <= _MOVED[self._dtype]:
-                return layout
-            nearest, worst = min((nearest, worst), (errors[layer], layer))
-        raise ModelError(
-            f"keys of layer {worst} cannot be moved: rotated to another place they are off by {nearest:.2g}",
-            "this would need the keys as they are before what the model does after its rotation",
-        )
-
-    def _error(self, layout: Layout, layer: int, sample: Sample) -> float:
+    def _error(self, layer: int, sample: Sample) -> float:
         """Move a key from the first of a sample's positions to the others; return the error as a share of its size."""
         if (name := self._kinds[layer].rotation) is None:
             return 0.0
         positions, keys = torch.tensor(sample.positions, device=self._device), sample.keys[None].to(self._device)
-        angles = self._spread(layout, name, positions)
+        angles = self._spread(name, positions)
         if angles.cos.shape[-1] > keys.shape[-1] or angles.cos.shape[-1] % 2:
             return float("inf")
-        bare = layout.rotate(keys[:, :, :1], angles[:1].inverse())
-        moved = layout.rotate(bare.expand_as(keys), angles)
+        bare = self._layout.rotate(keys[:, :, :1], angles[:1].inverse())
+        moved = self._layout.rotate(bare.expand_as(keys), angles)
         return float((moved - keys).square().mean().sqrt() / keys.square().mean().sqrt())
 
-    def _spread(self, layout: Layout, name: str, positions: torch.Tensor, dtype: torch.dtype | None = None) -> CosSin:
+    def _spread(self, name: str, positions: torch.Tensor, dtype: torch.dtype | None = None) -> CosSin:
         like = torch.empty(0, dtype=dtype or self._dtype, device=positions.device)
-        return layout.spread(CosSin(*(side.float() for side in angles_of(self._emb, name, like, positions))))
+        return self._layout.spread(CosSin(*(side.float() for side in angles_of(self._emb, name, like, positions))))
 
     def table(self, positions: torch.Tensor) -> RopeTables:
         if not len(positions):  # a RoPE that depends on the prompt's length fails without one
             return self.table(positions.new_zeros(1))[:0]
-        return RopeTables({name: self._spread(self._layout, name, positions) for name in self.names})
+        return RopeTables({name: self._spread(name, positions) for name in self.names})
 
     @property
     def in_pairs(self) -> bool:
@@ -162,7 +164,7 @@ class Rotary:
         if self._layout.in_pairs or not self.is_single or not all(map(self.rotates, range(len(self._kinds)))):
             return None
         positions = torch.tensor(_TRIED, device=self._device)
-        table = self._spread(self._layout, self.names[0], positions, torch.float32)
+        table = self._spread(self.names[0], positions, torch.float32)
         cos, sin = (side[0, :, : side.shape[-1] // 2].double() for side in (table.cos, table.sin))
         frequencies, scaling = torch.atan2(sin[1], cos[1]), cos[0].mean()
         angles = positions[:, None] * frequencies

@@ -21,7 +21,7 @@ from kvtool.core.kernels.attention import dispatch
 from kvtool.core.model.hf.probing import probed
 from kvtool.core.model.kinds import KVShape, outline_of
 from kvtool.core.model.prompt_cache import BufferLayer, PromptCache
-from kvtool.core.model.rope import Rotary
+from kvtool.core.model.rope import Rotary, layout_of
 
 
 class Turns:
@@ -70,8 +70,9 @@ class DecoderStack:
         self.shapes = tuple(kind.shape for kind in self.kinds if kind.source is None)
         self._attending = outline.attending
         self._rotary: Rotary | None = None
+        layout = layout_of(self.config.model_type)
         with suppress(ModelError) if self.keeps_states else nullcontext():  # that one can do without
-            self._rotary = Rotary(self.base, self.kinds, outline.samples, self.dtype, self.device)
+            self._rotary = Rotary(self.base, self.kinds, layout, outline.samples, self.dtype, self.device)
 
     @property
     def rotary(self) -> Rotary:
