@@ -42,8 +42,9 @@ ALL, EXACT, FULL_ALONE = "all", "`full`, `prefix`", "`full`"
 _HEAD = """# Model families
 
 kvtool reads a model's configuration and layers. A family that is not listed here is expected to rotate keys as Llama \
-does; its keys and layers are checked when it is loaded, and it is refused with a reason if it cannot work. The tests check the [laws](../internals/design.md#laws) on a tiny \
-random model of each configuration class; `samples/tools/families.py` in the repository writes this page from them.
+does; its keys and layers are checked when it is loaded, and it is refused with a reason if it cannot work. The tests \
+check the [laws](../internals/design.md#laws) on a tiny random model of each configuration class; \
+`samples/tools/families.py` in the repository writes this page from them.
 
 kvtool reads safetensors of all families, and GGUF files with packed weights of these architectures: {gguf}.
 
