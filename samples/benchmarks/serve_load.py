@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -70,9 +71,51 @@ class Told:
     prompt: int
 
 
+@dataclass
+class Usage:
+    """What a process holds, looked at five times a second: resident memory in MB, and open file descriptors."""
+
+    process: int
+    memory: list[float] = field(default_factory=list)
+    descriptors: list[int] = field(default_factory=list)
+
+    def look(self) -> None:
+        pages = int(Path(f"/proc/{self.process}/statm").read_text().split()[1])
+        self.memory.append(pages * os.sysconf("SC_PAGE_SIZE") / 1e6)
+        self.descriptors.append(len(os.listdir(f"/proc/{self.process}/fd")))
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        ended = threading.Event()
+
+        def watch() -> None:
+            while not ended.wait(0.2):
+                self.look()
+
+        self.look()
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            watcher.join()
+            time.sleep(2)  # connections are closed by now
+            self.look()
+
+    def __str__(self) -> str:
+        memory, open_files = self.memory, self.descriptors
+        return (
+            f"memory before, at most and after: {memory[0]:,.0f}, {max(memory):,.0f}, {memory[-1]:,.0f} MB; "
+            f"file descriptors: {open_files[0]}, {max(open_files)}, {open_files[-1]}"
+        )
+
+
 @contextmanager
-def serving(store: Path, max_tokens: int, parallel: int, home: Path, *more: str) -> Iterator[tuple[str, int, str]]:
-    """A server in a process of its own: host, port, key. `more`: further flags."""
+def serving(
+    store: Path, max_tokens: int, parallel: int, home: Path, *more: str, usage: Usage | None = None
+) -> Iterator[tuple[str, int, str]]:
+    """A server in a process of its own: host, port, key. `more`: further flags. `usage` is told its process."""
     environment = {**os.environ, "KVTOOL_HOME": str(home)}
     command = [sys.executable, "-m", "kvtool", "serve", "--store", str(store), "--port", "0"]
     command += ["--max-tokens", str(max_tokens), "--parallel", str(parallel), "--queue", "1000"]
@@ -87,6 +130,8 @@ def serving(store: Path, max_tokens: int, parallel: int, home: Path, *more: str)
                 if not line:
                     raise SystemExit(f"the server has not begun: {said}")
                 said += line
+            if usage is not None:
+                usage.process = process.pid
             yield found[1], int(found[2]), (home / "data/serve.key").read_text().strip()
         finally:
             process.terminate()
@@ -243,6 +288,29 @@ def paused(place: tuple[str, int, str], question: str) -> list[str]:
     ]
 
 
+def fairness(place: tuple[str, int, str], questions: Sequence[str]) -> list[str]:
+    """Measure what one client with a long prompt and ten with short ones cost each other."""
+    short = {"max_tokens": 8, "kvtool": {"fusion": "reuse", "top_k": 1}}
+    long = {"max_tokens": 8, "kvtool": {"fusion": "full", "top_k": MANY}}
+
+    def firsts(clients: int, wanted: dict[str, Any]) -> float:
+        with ThreadPoolExecutor(clients) as pool:
+            asked = [questions[number % len(questions)] for number in range(clients * ROUNDS)]
+            return 1e3 * statistics.median(
+                told.first for told in pool.map(lambda one: ask(place, one, **wanted), asked)
+            )
+
+    alone, single = firsts(10, short), firsts(1, long)
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(firsts, clients, wanted) for clients, wanted in ((10, short), (1, long))]
+        together = [one.result() for one in both]
+    return [
+        f"Ten clients with short prompts get their first token after {alone:,.0f} ms, and {together[0]:,.0f} ms beside "
+        f"one with a long prompt; that one after {single:,.0f} ms, and {together[1]:,.0f} ms beside them (medians).",
+        "",
+    ]
+
+
 def run(load: Load) -> list[str]:
     """The table of one model."""
     with tempfile.TemporaryDirectory() as name:
@@ -254,11 +322,13 @@ def run(load: Load) -> list[str]:
         turns = [
             [asked[(client + turn) % len(asked)] for turn in range(load.requests)] for client in range(load.clients)
         ]
-        with serving(store, load.max_tokens, load.clients, folder / "served") as place:
+        usage = Usage(0)
+        with serving(store, load.max_tokens, load.clients, folder / "served", usage=usage) as place:
             measure(place, 1, [asked])  # what is read once, and compiled
             alone = measure(place, 1, [asked])
-            together = measure(place, load.clients, turns)
-            waits = paused(place, asked[0])
+            with usage.watched():
+                together = measure(place, load.clients, turns)
+            waits = [*paused(place, asked[0]), *fairness(place, asked)]
     for error in sorted({*alone.errors, *together.errors}):
         print(f"error: {error}", file=sys.stderr)
     gain = (len(together.told) / together.seconds) / (len(alone.told) / alone.seconds)
@@ -272,7 +342,7 @@ def run(load: Load) -> list[str]:
         together.row(load.clients, expected),
         "",
         f"{load.clients} clients together get {gain:.2f} times the answers a second of one; their first token comes "
-        f"after {times:.1f} times as long, waiting for others' prompts included.",
+        f"after {times:.1f} times as long, waiting for others' prompts included. The server's {usage}.",
         "",
         *waits,
     ]
