@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -24,11 +25,11 @@ from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request as Question
 from kvtool.serve.answers import Answers, Dialect, EventStream, json_line, stream
 from kvtool.serve.anthropic import anthropic_routes
-from kvtool.serve.auth import Guard, limited
+from kvtool.serve.auth import OWNER, Guard, limited, owner_of
 from kvtool.serve.documents import Documents
 from kvtool.serve.engine import Engine
 from kvtool.serve.job import Answer, Ask, BusyError
-from kvtool.serve.metrics import Log, logged, stats_of
+from kvtool.serve.metrics import Log, Metrics, logged, stats_of
 from kvtool.serve.ollama import Ollama
 from kvtool.serve.openai import OpenAI
 from kvtool.serve.options import ServeOptions
@@ -54,11 +55,17 @@ def make_app(
     keys: Sequence[str] | None,
     log: Log,
 ) -> ASGIApp:
-    answers = Answers(engine, asking, options)
+    answers, metrics = Answers(engine, asking, options), Metrics(engine)
     openai = OpenAI(answers)
 
     async def health(request: Request) -> Response:
         return JSONResponse(await briefly(engine.status))
+
+    async def show_metrics(request: Request) -> Response:
+        if keys is not None and options.isolate and request.scope[OWNER] != owner_of(keys[0]):
+            hint = "ask with the first key of the server's key file"
+            raise Refusal(403, "not_first_key", "the metrics show sums over all keys", hint)
+        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     routes = [
         *openai.routes(),
@@ -67,8 +74,15 @@ def make_app(
         *Ollama(answers, openai).routes(),
         *Documents(engine, options, ingesting, asking).routes(),
         Route("/health", health),
+        Route("/metrics", show_metrics),
         *page_routes(engine, options),
     ]
+    metrics.paths.update(route.path for route in routes if isinstance(route, Route))
+
+    def note(row: dict[str, Any]) -> None:
+        metrics.count(row)
+        log(row)
+
     app = Starlette(
         routes=routes,
         middleware=[
@@ -83,7 +97,7 @@ def make_app(
         ],
         exception_handlers=_HANDLERS,
     )
-    return logged(limited(app, options.max_body), log)
+    return logged(limited(app, options.max_body), note)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

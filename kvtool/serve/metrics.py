@@ -1,23 +1,27 @@
-"""The access log: a row of statistics for each request, without any text of a question or an answer."""
+"""The access log, a row for each request without any text of a question or an answer; and metrics of its rows."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvtool.core.errors import KvtoolError
+from kvtool.serve.engine import Engine
 from kvtool.serve.job import Answer, EndedError
 from kvtool.serve.wire import failed
 
 _STATS = "kvtool.stats"  # key of a request's scope
 _MAX_SHOWN = 200  # characters of a path or a message
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 Log = Callable[[dict[str, Any]], None]
 
 
@@ -74,6 +78,50 @@ def stats_of(connection: HTTPConnection) -> RequestStats:
     stats = connection.scope.setdefault(_STATS, RequestStats())
     assert isinstance(stats, RequestStats)
     return stats
+
+
+class Metrics:
+    """Metrics in Prometheus' text format. Requests to unknown paths are counted together."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.paths: set[str] = set()
+        self._engine = engine
+        self._registry = registry = CollectorRegistry()
+        self._requests = Counter("kvtool_requests", "Requests.", ("path", "status"), registry=registry)
+        self._seconds = {
+            name: Histogram(f"kvtool_{name}_seconds", f"Seconds. {about}", buckets=_SECONDS, registry=registry)
+            for name, about in (
+                ("ttft", "From a question's turn to the first token of its answer."),
+                ("generate", "From an answer's first token to its end."),
+                ("queue", "That a question waited for its turn."),
+            )
+        }
+        self._tokens = Counter("kvtool_tokens", "Tokens of prompts and answers.", ("kind",), registry=registry)
+        self._chunks = Counter("kvtool_chunks", "Chunks of prompts.", ("status",), registry=registry)
+        registry.register(self)
+
+    def count(self, row: Mapping[str, Any]) -> None:
+        """Count a row of the access log."""
+        path = row["path"] if row["path"] in self.paths else "other"
+        self._requests.labels(path, str(row["status"])).inc()
+        if "tokens" not in row:  # not an answer
+            return
+        for name, seconds in self._seconds.items():
+            seconds.observe(row[f"{name}_ms"] / 1e3)
+        for kind in ("reused", "recomputed", "fresh", "generated"):
+            self._tokens.labels(kind).inc(row["tokens"][kind])
+        for status, chunks in (("hit", row["hits"]), ("miss", row["misses"])):
+            self._chunks.labels(status).inc(chunks)
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        scheduler, conversations = self._engine.scheduler, self._engine.conversations
+        yield GaugeMetricFamily("kvtool_queued", "Questions that wait.", value=scheduler.waiting)
+        yield GaugeMetricFamily("kvtool_running", "Answers that are written.", value=scheduler.running)
+        yield GaugeMetricFamily("kvtool_conversations", "Conversations in memory.", value=len(conversations))
+        yield GaugeMetricFamily("kvtool_conversation_bytes", "Their bytes.", value=conversations.nbytes)
 
 
 def logged(app: ASGIApp, write: Log, client: str = "") -> ASGIApp:

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 import kvtool
 from kvtool.core.ingest import storer
@@ -187,16 +188,33 @@ def test_an_ingest_gives_way_to_answers(store: Path, tmp_path: Path, monkeypatch
         assert done.result().json()["documents"]["added"] == 12
 
 
-def test_the_log_has_a_row_for_each_request(ready: Path) -> None:
+def test_metrics_and_log(ready: Path) -> None:
     with serving(ready, strict=True) as served, served.client as client:
         ask(client)
         ask(client, "zzyzx")
         client.get("/v1/nowhere/at/all")
-        rows = served.logged(3)
-    assert [(row["path"], row["status"]) for row in rows] == [(CHAT, 200), (CHAT, 404), ("/v1/nowhere/at/all", 404)]
+        text = client.get("/metrics").text
+        rows = served.logged(4)
+    values = {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert values["kvtool_requests_total", ("path", CHAT), ("status", "200")] == 1
+    assert values["kvtool_requests_total", ("path", "other"), ("status", "404")] == 1
+    assert values[("kvtool_ttft_seconds_count",)] == values[("kvtool_generate_seconds_count",)] == 1
+    assert values["kvtool_tokens_total", ("kind", "reused")] > 0
+    assert values["kvtool_chunks_total", ("status", "hit")] > 0
+    assert values[("kvtool_queued",)] == values[("kvtool_running",)] == 0
+    assert [(row["path"], row["status"]) for row in rows] == [
+        (CHAT, 200),
+        (CHAT, 404),
+        ("/v1/nowhere/at/all", 404),
+        ("/metrics", 200),
+    ]
     assert rows[0]["tokens"]["generated"] == 2
     assert "no chunk matches" in rows[1]["error"]
-    assert len({row["id"] for row in rows}) == 3
+    assert len({row["id"] for row in rows}) == 4
 
 
 def test_a_search_finds_what_the_command_finds(ready: Path) -> None:

@@ -66,6 +66,7 @@ def test_the_key_is_asked_for_everywhere_but_of_health(served: Served, key: str)
         for answer in (
             stranger.post(CHAT, json=body()),
             stranger.get("/v1/models"),
+            stranger.get("/metrics"),
             stranger.get("/v1/documents"),
             stranger.delete("/v1/documents?source=mill0.md"),
             stranger.get("/nowhere"),

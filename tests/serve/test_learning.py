@@ -162,6 +162,16 @@ def test_each_key_has_its_own(store: Path) -> None:
         assert cached(asked(served, [BRIX], key=OTHER)) > 0
 
 
+def test_metrics_are_for_the_first_key(store: Path) -> None:
+    """They count the tokens that are reused, of all keys together: whose passages were learned."""
+    for isolate, expected in ((True, [200, 403]), (False, [200, 200])):
+        with serving(store, key=BOTH, learn=True, isolate=isolate) as served:
+            headers = [{"Authorization": f"Bearer {key}"} for key in (KEY, OTHER)]
+            answers = [httpx2.get(f"{served.url}/metrics", headers=header) for header in headers]
+        assert [answer.status_code for answer in answers] == expected
+        assert ("kvtool_tokens" in answers[1].text) is not isolate
+
+
 def test_nothing_of_it_is_found_listed_or_named(store: Path) -> None:
     with serving(store, learn=True) as served:
         teach(served, ARNE)
