@@ -283,9 +283,10 @@ def test_a_flipped_bit_in_a_description(table: str, store: Path) -> None:
     assert damages(store) == []
 
 
-def test_a_flipped_bit_in_a_document_is_healed_by_ingest(store: Path, corpus: Path) -> None:
+def test_a_flipped_bit_in_a_document_is_healed_by_repair_and_ingest(store: Path, corpus: Path) -> None:
     before = payloads(store)
     flip_row(store, tables.DOCUMENTS, tables.name_key(str(corpus / "mill2.md")))
+    kvtool("store", "verify", "--repair", "--store", store).fine()
     report = kvtool("ingest", corpus, "--store", store, "--json").fine().json
     assert report["documents"]["changed"] == 1
     assert report["chunks"]["computed"] == 0
