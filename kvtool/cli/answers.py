@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvtool.cli.out import Out
 from kvtool.cli.terminal import clean
 from kvtool.core.common.marks import Place, as_named_here
-from kvtool.core.common.sizes import counted
+from kvtool.core.common.text import counted
 from kvtool.core.query.reply import marked
 
 if TYPE_CHECKING:

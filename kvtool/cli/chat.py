@@ -16,7 +16,7 @@ from kvtool.cli.answers import end_answer, show_end, show_sources, show_verified
 from kvtool.cli.options import ManyValues, Run, load_session, open_any_store, takes
 from kvtool.cli.out import Out, error_json
 from kvtool.core.cache.options import LockOptions, StoreOptions
-from kvtool.core.common.sizes import counted
+from kvtool.core.common.text import counted
 from kvtool.core.errors import (
     EXIT_FAILED,
     EXIT_PARTIAL,

@@ -7,9 +7,8 @@ from dataclasses import replace
 from kvtool.cli.options import ManyValues, Run, takes, tell_budget
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.codec.levels import DEFAULT_LOSSY, enough_loss, level_of, shown_loss
-from kvtool.core.common.sizes import counted, shown_size
-from kvtool.core.compress.options import CompressOptions
-from kvtool.core.compress.report import CompressReport, LevelReport
+from kvtool.core.common.text import counted, shown_size
+from kvtool.core.compress.options import CompressOptions, CompressReport, LevelReport
 
 
 @takes(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvtool.cli.options import Run, takes
 from kvtool.core.cache.options import StoreOptions
-from kvtool.core.common.sizes import counted
+from kvtool.core.common.text import counted
 from kvtool.core.errors import EXIT_FAILED
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.remote.options import RemoteOptions

@@ -14,7 +14,7 @@ from kvtool.cli.out import error_json, plain
 from kvtool.cli.terminal import one_line
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.codec.levels import level_of, shown_loss
-from kvtool.core.common.sizes import counted
+from kvtool.core.common.text import counted
 from kvtool.core.corpus.walk import Skip
 from kvtool.core.errors import (
     EXIT_DONE,

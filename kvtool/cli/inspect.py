@@ -16,8 +16,7 @@ from kvtool.core.cache.options import StoreOptions
 from kvtool.core.errors import KvtoolError
 from kvtool.core.remote.options import RemoteOptions
 from kvtool.reports import OTHER_NAMES, REPORTS, load_report
-from kvtool.reports.page import Quote, Shown, page
-from kvtool.reports.report import PageOptions, Report, ReportContext, ReportResult
+from kvtool.reports.report import PageOptions, Quote, Report, ReportContext, ReportResult, Shown, page
 
 _EVERY = (PageOptions, StoreOptions, RemoteOptions)  # what every report takes
 

@@ -31,8 +31,8 @@ from kvtool.cli.options import Run
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.common.children import HOME, python
 from kvtool.core.common.files import cache_dir, make_folder, new_file
-from kvtool.core.common.installing import extra_line
-from kvtool.core.common.sizes import counted
+from kvtool.core.common.plugins import extra_line
+from kvtool.core.common.text import counted
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import QueryOptions

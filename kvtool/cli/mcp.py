@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvtool.cli.options import Run, takes
 from kvtool.core.agent.options import AgentOptions
 from kvtool.core.cache.options import StoreOptions
-from kvtool.core.common.installing import extra_line
+from kvtool.core.common.plugins import extra_line
 from kvtool.core.common.urls import is_loopback
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.model.options import ModelOptions

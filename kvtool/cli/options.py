@@ -32,10 +32,10 @@ from kvtool.cli.commands import EVERYWHERE, HELP_ALL, Command
 from kvtool.cli.out import Mode, Out
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.collecting import paused_collection
+from kvtool.core.common.machine import check_switches
 from kvtool.core.common.plugins import troubles
-from kvtool.core.common.sizes import shown_size
-from kvtool.core.common.switches import check_switches
-from kvtool.core.common.timeline import Timeline, add_span
+from kvtool.core.common.text import shown_size
+from kvtool.core.common.types import Timeline, add_span
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
@@ -261,7 +261,7 @@ def load_session(
     started = time.perf_counter()
     with paused_collection():
         importlib.import_module("kvtool.core.query.answer")  # torch and transformers come with it
-        from kvtool.core.fusion.chunk_cache import RecentChunks
+        from kvtool.core.fusion.source import RecentChunks
         from kvtool.core.session.session import Session
     add_span(timeline, "import", started)
     started = time.perf_counter()

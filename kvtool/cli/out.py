@@ -43,7 +43,7 @@ from kvtool.cli.terminal import (
     silence,
     wrapped,
 )
-from kvtool.core.common.json_text import escaped
+from kvtool.core.common.text import escaped
 from kvtool.core.common.types import Events
 from kvtool.core.common.urls import scrubbed
 from kvtool.core.errors import EXIT_DONE, KvtoolError

@@ -10,7 +10,7 @@ from typing import Any
 from kvtool.cli.keep_alive import EngineRecord, engines
 from kvtool.cli.options import Run, takes
 from kvtool.core.cache.options import STORE, StoreOptions
-from kvtool.core.common.sizes import counted, shown_size
+from kvtool.core.common.text import counted, shown_size
 from kvtool.core.options.option import Options, option
 
 _HEAD = ("process", "memory", "since", "expires", "questions", "model", "store", "log")

@@ -29,8 +29,8 @@ from kvtool.cli.keep_alive import answer_by_server, check_keep_alive, is_keep_al
 from kvtool.cli.options import ManyValues, Question, Run, load_session, open_any_store, takes
 from kvtool.cli.out import error_json
 from kvtool.core.cache.options import LockOptions, StoreOptions
-from kvtool.core.common.sizes import counted
-from kvtool.core.common.timeline import Timeline, add_span, process_started
+from kvtool.core.common.text import counted
+from kvtool.core.common.types import Timeline, add_span, process_started
 from kvtool.core.errors import EXIT_FAILED, EXIT_PARTIAL, GateError, KvtoolError, UsageError, did_you_mean
 from kvtool.core.fusion.options import INSIDE, FusionOptions
 from kvtool.core.fusion.selectors import FUSIONS, REFERENCE
@@ -39,13 +39,12 @@ from kvtool.core.options.option import Options, option
 from kvtool.core.query.options import ChunkChoice, QueryOptions
 from kvtool.core.query.reply import Request, numbers, summarise
 from kvtool.core.remote.options import RemoteOptions
-from kvtool.core.retrieval.options import RetrievalOptions
+from kvtool.core.retrieval.passages import RetrievalOptions
 from kvtool.serve.options import KeepOptions, ServeOptions
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
-    from kvtool.core.evaluate.audits import Audit
-    from kvtool.core.evaluate.measures import Row
+    from kvtool.core.evaluate.measures import Audit, Row
     from kvtool.core.query.reply import Reply
     from kvtool.core.query.retrieve import Retrieved
     from kvtool.core.retrieval.finder import Finder

@@ -20,8 +20,8 @@ from kvtool.cli.out import Out, OutputClosed
 from kvtool.cli.terminal import one_line
 from kvtool.core.agent.options import read_keys
 from kvtool.core.cache.options import LockOptions, StoreOptions
-from kvtool.core.common.installing import extra_line
-from kvtool.core.common.json_text import escaped
+from kvtool.core.common.plugins import extra_line
+from kvtool.core.common.text import escaped
 from kvtool.core.common.types import Warn
 from kvtool.core.errors import KvtoolError, StoreNotFoundError
 from kvtool.core.ingest.options import IngestOptions

@@ -14,10 +14,9 @@ from kvtool.cli.options import Run, takes
 from kvtool.cli.terminal import one_line
 from kvtool.cli.transfer import export, import_, pull, push
 from kvtool.core.cache.options import LockOptions, StoreOptions, VerifyOptions
-from kvtool.core.common.json_text import level_rows
 from kvtool.core.common.marks import as_named_here
-from kvtool.core.common.sizes import counted
-from kvtool.core.common.sizes import shown_size as sized
+from kvtool.core.common.text import counted, level_rows
+from kvtool.core.common.text import shown_size as sized
 from kvtool.core.errors import EXIT_DAMAGED, EXIT_NO_SPACE, KvtoolError, UsageError
 from kvtool.core.options.option import Options, option
 from kvtool.core.upkeep.options import WHICH, ForgetOptions, ListOptions, PruneOptions
@@ -25,7 +24,7 @@ from kvtool.core.upkeep.options import WHICH, ForgetOptions, ListOptions, PruneO
 if TYPE_CHECKING:
     from kvtool.core.cache.integrity import Damage
     from kvtool.core.cache.store import Store
-    from kvtool.core.upkeep.listing import ChunkRow, DocumentRow
+    from kvtool.core.upkeep.documents import ChunkRow, DocumentRow
     from kvtool.core.upkeep.prune import PruneReport
 
 Targets = Annotated[
@@ -52,7 +51,7 @@ _DIGITS = 12  # of an id, as elsewhere; `--json` has all of them
 )
 def ls(run: Run, targets: Optional = None) -> None:
     """List documents, or their chunks."""
-    from kvtool.core.upkeep.listing import list_documents, listed
+    from kvtool.core.upkeep.documents import list_documents, listed
 
     options = run.get(ListOptions)
     with run.open_store() as store, store.view():
@@ -105,7 +104,7 @@ def _time(seconds: int | None, otherwise: str, form: str) -> str:
 @takes(StoreOptions, examples=("store stats", "store stats --json"))
 def stats(run: Run) -> None:
     """Show counts, sizes and the size budget."""
-    from kvtool.core.upkeep.inventory import sizes_of
+    from kvtool.core.upkeep.plan import sizes_of
 
     with run.open_store() as store:
         sizes = {"path": str(store.path)} | sizes_of(store)
@@ -167,7 +166,7 @@ def verify(run: Run) -> int | None:
 
 def _texts(run: Run, store: Store, sample: Fraction | None) -> tuple[int | None, list[Damage]]:
     """Compare documents with what was computed of them: how many, None where the model's tokenizer is not here."""
-    from kvtool.core.upkeep.texts import compare_texts, stored_tokenizer
+    from kvtool.core.upkeep.documents import compare_texts, stored_tokenizer
 
     try:
         if not store.manifest():
@@ -242,7 +241,7 @@ def prune(run: Run) -> int | None:
 
 
 def _keep_budget(run: Run, budget: str, options: PruneOptions) -> int | None:
-    from kvtool.core.upkeep.budget import budget_of, keep_budget
+    from kvtool.core.upkeep.prune import budget_of, keep_budget
 
     if options.max_size is not None:
         raise UsageError("--budget and --max-size exclude each other", "--max-size is for this command only")

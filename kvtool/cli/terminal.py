@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Any
 from unicodedata import east_asian_width
 
-from kvtool.core.common.json_text import UNSEEN
+from kvtool.core.common.text import UNSEEN
 
 if TYPE_CHECKING:
     from rich.table import Table

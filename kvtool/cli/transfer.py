@@ -10,12 +10,12 @@ import typer
 from kvtool.cli.options import ManyValues, Run, takes, tell_budget
 from kvtool.cli.terminal import one_line
 from kvtool.core.cache.options import StoreOptions
-from kvtool.core.common.sizes import counted
+from kvtool.core.common.text import counted
 from kvtool.core.errors import EXIT_DAMAGED
 from kvtool.core.remote.options import ExportOptions, ImportOptions, PullOptions, PushOptions
 
 if TYPE_CHECKING:
-    from kvtool.core.remote.report import TransferReport
+    from kvtool.core.remote.options import TransferReport
 
 Url = Annotated[
     str,
@@ -125,7 +125,7 @@ Pack = Annotated[Path, typer.Argument(metavar="FILE.kvpack", help="The pack.")]
 )
 def export(run: Run, pack: Pack) -> int | None:
     """Write documents, chunks and their KV to one file, a pack."""
-    from kvtool.core.remote.export import export as run_export
+    from kvtool.core.remote.packs import export as run_export
 
     with run.out.job() as events:
         report = run_export(run.folder, pack, run.get(ExportOptions), events)
@@ -152,7 +152,7 @@ def import_(run: Run, sources: Sources) -> int | None:
     Packs are the files of `store export`. The model and the settings must be the same. Import the stores of
     `ingest --shard` with --mine. A missing store is created; the sources do not change.
     """
-    from kvtool.core.remote.import_ import import_sources
+    from kvtool.core.remote.packs import import_sources
     from kvtool.core.session.identity import store_identity
     from kvtool.reports.stored import computed_by, makers
 

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.codec.levels import LEVELS, level_of, lossy
-from kvtool.core.common.sizes import counted
+from kvtool.core.common.text import counted
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import Options, option
 from kvtool.core.query.options import QueryOptions
-from kvtool.reports.page import Shown, Table, sparkline
-from kvtool.reports.report import RETRIEVAL, BatchOptions, Report, ReportContext, ReportResult
+from kvtool.reports.report import RETRIEVAL, BatchOptions, Report, ReportContext, ReportResult, Shown, Table, sparkline
 
 if TYPE_CHECKING:
     from kvtool.core.codec.profile import Profile

@@ -19,13 +19,12 @@ from typing import Literal
 from packaging.requirements import Requirement
 
 from kvtool import __version__
-from kvtool.core.cache.space import disk_free
+from kvtool.core.cache.layout import disk_free
 from kvtool.core.cache.store import Store
 from kvtool.core.checkpoint.files import PACKAGED, ModelFiles
 from kvtool.core.checkpoint.hub import resolve
 from kvtool.core.checkpoint.load import resolve_device, resolve_dtype, supported_config
 from kvtool.core.common.files import cache_dir
-from kvtool.core.common.installing import extra_line, install_line
 from kvtool.core.common.machine import (
     cores,
     cpu_features,
@@ -36,8 +35,8 @@ from kvtool.core.common.machine import (
     product_dtype,
     why_float32,
 )
-from kvtool.core.common.plugins import AT_FAULT, Plugin, listed
-from kvtool.core.common.sizes import counted, shown_size
+from kvtool.core.common.plugins import AT_FAULT, Plugin, extra_line, install_line, listed
+from kvtool.core.common.text import counted, shown_size
 from kvtool.core.common.urls import for_people, scrubbed
 from kvtool.core.errors import KvtoolError, ModelError, StoreNotFoundError
 from kvtool.core.model.options import DEFAULT_MODEL, ModelOptions
@@ -45,7 +44,7 @@ from kvtool.core.native.isa import best_isa
 from kvtool.core.remote.blobs import open_blobs
 from kvtool.core.remote.mirror import local_place
 from kvtool.core.session.identity import StoreIdentity, known_result, model_files, store_identity
-from kvtool.core.upkeep.inventory import sizes_of
+from kvtool.core.upkeep.plan import sizes_of
 
 State = Literal["ok", "warning", "failed"]
 _NOT_OFFERED = ("dev", "fuzz")  # extras for work on kvtool itself

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtool.core.common.sizes import counted
+from kvtool.core.common.text import counted
 from kvtool.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_PARTIAL, UsageError
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import Options, option
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import read_batch
-from kvtool.reports.page import Shown, Table
 from kvtool.reports.report import (
     QUESTIONS,
     RETRIEVAL,
@@ -23,6 +22,8 @@ from kvtool.reports.report import (
     ReportContext,
     ReportResult,
     ResumeOptions,
+    Shown,
+    Table,
 )
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.common.files import make_folder
-from kvtool.core.common.json_text import escaped, parsed
+from kvtool.core.common.text import escaped, parsed
 from kvtool.core.errors import GateError, KvtoolError, UsageError
 from kvtool.core.evaluate.measures import Row
 from kvtool.core.retrieval.embed import remembered

@@ -7,17 +7,15 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.common.marks import Place, as_named_here
-from kvtool.core.common.sizes import counted
+from kvtool.core.common.text import counted
 from kvtool.core.fusion.options import FusionOptions, selector_for
 from kvtool.core.fusion.selectors import MODES
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import ChunkChoice, QueryOptions
-from kvtool.reports.page import Shown, Table
-from kvtool.reports.report import RETRIEVAL, Report, ReportContext, ReportResult
+from kvtool.reports.report import RETRIEVAL, Report, ReportContext, ReportResult, Shown, Table
 
 if TYPE_CHECKING:
-    from kvtool.core.fusion.cost import Speeds
-    from kvtool.core.fusion.plan import Plan
+    from kvtool.core.fusion.plan import Plan, Speeds
     from kvtool.core.query.prompt import PromptLayout
     from kvtool.core.session.session import Session
 
@@ -84,7 +82,7 @@ def _tokens(plan: Plan) -> dict[str, int]:
 
 
 def expected_ms(session: Session, plan: Plan, speeds: Speeds, options: FusionOptions) -> dict[str, float]:
-    from kvtool.core.fusion.cost import PromptRows
+    from kvtool.core.fusion.plan import PromptRows
     from kvtool.core.query.auto import spans_of
 
     selectors = {mode: selector_for(options, mode) for mode in MODES}

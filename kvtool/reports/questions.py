@@ -14,14 +14,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from kvtool.core.common.sizes import counted
+from kvtool.core.common.text import counted
 from kvtool.core.errors import UsageError, did_you_mean
 from kvtool.core.evaluate.measures import Row, normalise, run_name, score
 from kvtool.core.evaluate.reference import SAME, Distance, Reference
 from kvtool.core.fusion.engine import Fused, fuse
-from kvtool.core.fusion.loader import KVSource
 from kvtool.core.fusion.options import selector_for
 from kvtool.core.fusion.selectors import REFERENCE, SELECTORS, parameters_of_mode
+from kvtool.core.fusion.source import KVSource
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.generate import Generated, Sampling, first_token, generate
 from kvtool.core.model.prompt import chunk_tokens, prompt_parts, question_tokens

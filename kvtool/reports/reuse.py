@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import ChunkChoice, QueryOptions
-from kvtool.reports.page import Shown, Table, sparkline
-from kvtool.reports.report import RETRIEVAL, Report, ReportContext, ReportResult
+from kvtool.reports.report import RETRIEVAL, Report, ReportContext, ReportResult, Shown, Table, sparkline
 
 if TYPE_CHECKING:
     from kvtool.core.query.prompt import PromptLayout

@@ -16,17 +16,16 @@ import torch
 from kvtool.core.codec.levels import level_of
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.fusion.engine import Fused, fuse
-from kvtool.core.fusion.loader import KVSource
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors.base import Selector, share_of
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.fusion.selectors.union import Union
+from kvtool.core.fusion.source import KVSource
 from kvtool.core.kernels.attention.eager import attention_weights
 from kvtool.core.kernels.attention.params import AttentionParams
-from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.model.passes import OnLayer
+from kvtool.core.model.forward import OnLayer, QueryRows
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.query.prompt import lay_out
 from kvtool.core.query.retrieve import find_chunks

@@ -9,15 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from kvtool.core.common.json_text import level_rows
 from kvtool.core.common.marks import Place, as_named_here
-from kvtool.core.common.sizes import counted, shown_size
+from kvtool.core.common.text import counted, level_rows, shown_size
 from kvtool.core.errors import EXIT_MISFIT, KvtoolError, UsageError
-from kvtool.core.evaluate.audits import Audit, kept_audits
-from kvtool.core.evaluate.measures import DISTANCES, means
+from kvtool.core.evaluate.measures import DISTANCES, Audit, kept_audits, means
 from kvtool.core.model.options import ModelOptions
-from kvtool.reports.page import Quote, Shown, Table
-from kvtool.reports.report import Report, ReportContext, ReportResult
+from kvtool.reports.report import Quote, Report, ReportContext, ReportResult, Shown, Table
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
@@ -35,9 +32,9 @@ _HEAD = (
 
 def glance(context: ReportContext) -> ReportResult:
     """Show what the store holds, and for which model."""
-    from kvtool.core.cache.access_log import read_served
+    from kvtool.core.cache.side_files import read_served
     from kvtool.core.session.identity import MeasuredLosses, known_result
-    from kvtool.core.upkeep.inventory import sizes_of
+    from kvtool.core.upkeep.plan import sizes_of
 
     store, identity = context.store, context.identity
     verdict, served, sizes = known_result(store, identity.fingerprint), read_served(store.path), sizes_of(store)

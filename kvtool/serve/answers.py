@@ -22,12 +22,11 @@ from kvtool.core.errors import KvtoolError
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.session.learned import EVERYBODY
 from kvtool.serve.auth import OWNER
-from kvtool.serve.chat import Chat
+from kvtool.serve.chat import Chat, Hold, with_calls
 from kvtool.serve.engine import Engine
 from kvtool.serve.job import Answer, Ask, Event, LeftError, TokenCounts
 from kvtool.serve.metrics import RequestStats, stats_of
 from kvtool.serve.options import ServeOptions
-from kvtool.serve.tools import Hold, with_calls
 from kvtool.serve.wire import Refusal, body_of, briefly
 
 T = TypeVar("T")

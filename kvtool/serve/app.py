@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -14,11 +15,13 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Match, Route
+from starlette.routing import BaseRoute, Match, Mount, Route
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from kvtool.core.checkpoint.files import looks_local
 from kvtool.core.errors import KvtoolError, UsageError
+from kvtool.core.fusion.selectors import FUSIONS
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import QueryOptions
@@ -33,11 +36,57 @@ from kvtool.serve.metrics import Log, Metrics, logged, stats_of
 from kvtool.serve.ollama import Ollama
 from kvtool.serve.openai import OpenAI
 from kvtool.serve.options import ServeOptions
-from kvtool.serve.page import STATIC, page_routes
 from kvtool.serve.requests import Names, Part, Text
 from kvtool.serve.responses import Responses
 from kvtool.serve.unix_socket import PATH, placed
 from kvtool.serve.wire import Refusal, body_of, briefly, failed, refused
+
+_FOLDER = Path(__file__).parent / "static"
+STATIC = ("/", *sorted(f"/page/{file.name}" for file in _FOLDER.iterdir() if file.suffix != ".html"))
+"""Addresses that need no key: their files are the same for everybody, and contain nothing of a store."""
+
+# Only files of this server are loaded, nothing in the HTML is run, and no text can become HTML by accident.
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "object-src 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+
+_MANY = 2001  # documents whose list takes seconds
+
+
+def page_routes(engine: Engine, options: ServeOptions) -> list[BaseRoute]:
+    def read_state() -> dict[str, Any]:
+        return {
+            **engine.status(),
+            "ingest": engine.ingesting.progress,
+            "many": engine.has_documents(_MANY),
+            "uploads": options.uploads is not None,
+            "max_body": options.max_body,
+            "fusions": list(FUSIONS),
+        }
+
+    async def state(request: Request) -> Response:
+        return JSONResponse(await briefly(read_state), headers={"Cache-Control": "no-store"})
+
+    async def index(request: Request) -> Response:
+        return await files.get_response("index.html", request.scope)
+
+    files = _Files(directory=_FOLDER)
+    return [Route("/", index), Route("/page/state", state), Mount("/page", files)]
+
+
+class _Files(StaticFiles):
+    def file_response(self, *given: Any, **more: Any) -> Response:
+        response = super().file_response(*given, **more)
+        response.headers.update(_HEADERS)
+        return response
+
 
 _HTTP_ERRORS = {
     404: "there is no such address",

@@ -24,11 +24,11 @@ from starlette.routing import Route
 from kvtool.core.cache.layout import atomic_write, read_small
 from kvtool.core.cache.store import Store
 from kvtool.core.common.files import make_folder
-from kvtool.core.common.sizes import counted
+from kvtool.core.common.text import counted
 from kvtool.core.corpus.readers import file_of
 from kvtool.core.errors import KvtoolError, NoSpaceError, StoreNotFoundError, UsageError
 from kvtool.core.ingest.options import IngestOptions
-from kvtool.core.retrieval.options import RetrievalOptions
+from kvtool.core.retrieval.passages import RetrievalOptions
 from kvtool.core.upkeep.forget import MuchError
 from kvtool.serve.engine import Engine
 from kvtool.serve.job import BusyError

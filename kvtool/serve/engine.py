@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from kvtool.core.ingest.report import IngestReport
     from kvtool.core.model.decoder import Decoder
     from kvtool.core.retrieval.embed import Embeds
-    from kvtool.core.retrieval.options import RetrievalOptions
-    from kvtool.core.retrieval.tables import Array
+    from kvtool.core.retrieval.passages import RetrievalOptions
+    from kvtool.core.retrieval.segment import Array
     from kvtool.core.session.session import Session
 
 
@@ -191,7 +191,7 @@ class Engine:
 
     def documents(self, source: str | None = None) -> list[dict[str, Any]]:
         """List documents as `kvtool store ls --json` does."""
-        from kvtool.core.upkeep.listing import list_documents, listed
+        from kvtool.core.upkeep.documents import list_documents, listed
 
         with Store.open(self.folder) as store:
             documents: list[dict[str, Any]] = listed(list_documents(store, [source] if source else ()))["documents"]

@@ -17,7 +17,7 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 
-from kvtool.core.common.json_text import parsed
+from kvtool.core.common.text import parsed
 from kvtool.core.errors import (
     DamagedError,
     GateError,

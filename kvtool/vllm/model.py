@@ -21,8 +21,7 @@ from kvtool.core.kernels.attention.params import KV, AttentionParams
 from kvtool.core.kernels.rope import CosSin
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.forward import Ends, Forward, Heads
-from kvtool.core.model.kinds import KVShape, LayerKind, Sample
-from kvtool.core.model.prompt_cache import BufferLayer
+from kvtool.core.model.prompt_cache import BufferLayer, KVShape, LayerKind, Sample
 from kvtool.core.model.rope import HALVES, PAIRS, Rotary
 from kvtool.core.model.stack import Turns
 from kvtool.vllm.ranks import Ranks

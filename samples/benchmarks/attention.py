@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 import torch
 
-from kvtool.core.common.switches import ATTENTION
+from kvtool.core.common.machine import ATTENTION
 from kvtool.core.kernels.attention.dispatch import BACKENDS, explain
 from kvtool.core.kernels.attention.flash_cpu import tiling_here
 from kvtool.core.kernels.attention.params import AttentionCall, AttentionParams
-from kvtool.core.model.attention import PackedChunks, QueryRows
+from kvtool.core.model.forward import PackedChunks, QueryRows
 
 HEADS = {
     "smollm2-135m": (9, 3, 64),

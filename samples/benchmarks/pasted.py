@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kvtool.core.cache.store import Store
 from kvtool.core.retrieval.finder import Finder
-from kvtool.core.retrieval.options import RetrievalOptions
+from kvtool.core.retrieval.passages import RetrievalOptions
 from kvtool.core.session.identity import store_identity
 from samples.benchmarks.serve_load import serving
 

@@ -25,8 +25,7 @@ from kvtool.core.retrieval.embed import Embedder
 from kvtool.core.retrieval.index import Index
 from kvtool.core.retrieval.passages import Passage, found_by
 from kvtool.core.retrieval.search import Search
-from kvtool.core.retrieval.segment import IndexSegment, MarkedDocument
-from kvtool.core.retrieval.tables import Array
+from kvtool.core.retrieval.segment import Array, IndexSegment, MarkedDocument
 from kvtool.core.retrieval.terms import asked_terms, without_idle
 from samples.tools.eval import READERS, load
 

@@ -20,7 +20,7 @@ from kvtool.cli.out import Out
 from kvtool.core.cache.store import Store
 from kvtool.core.checkpoint.load import resolve_device
 from kvtool.core.errors import UsageError
-from kvtool.core.fusion.cost import PassSpeed
+from kvtool.core.fusion.plan import PassSpeed
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.session.session import Session
 from kvtool.core.session.speeds import recalled

@@ -26,13 +26,13 @@ from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.generate import generate
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.answer import load_and_fuse
-from kvtool.core.query.cite import RareWords, Sentence, cite, passage_sentences, sentences_of
+from kvtool.core.query.explain import RareWords, Sentence, cite, passage_sentences, sentences_of
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.prompt import lay_out
 from kvtool.core.query.reply import Request, read_batch
 from kvtool.core.retrieval.terms import terms
 from kvtool.core.session.session import Session
-from kvtool.reports.intervals import interval
+from kvtool.reports.summary import interval
 from samples.tools import eval as sets
 
 CITED = "`--cite`"

@@ -28,7 +28,7 @@ from kvtool.core.kernels.attention.dispatch import Explanation, explain  # noqa:
 from kvtool.core.kernels.attention.params import AttentionCall  # noqa: E402
 from kvtool.core.model.decode import decode_backend  # noqa: E402
 from kvtool.core.model.decoder import Decoder  # noqa: E402
-from kvtool.core.model.kinds import LayerKind  # noqa: E402
+from kvtool.core.model.prompt_cache import LayerKind  # noqa: E402
 from kvtool.core.session.gate import check_invariants  # noqa: E402
 from tests.checkpoint.gguf_models import IN_GGUF  # noqa: E402
 from tests.families import FAMILIES, HYBRIDS, KINDS, tiny_model  # noqa: E402

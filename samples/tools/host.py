@@ -40,19 +40,18 @@ from kvtool.core.codec.levels import RAW, level_of
 from kvtool.core.codec.profile import Profile
 from kvtool.core.common.machine import Arithmetic
 from kvtool.core.common.types import Events, Ids
-from kvtool.core.fusion.loader import StoreSource
-from kvtool.core.fusion.placing import Loader
+from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
-from kvtool.core.ingest.account import Account
+from kvtool.core.fusion.source import StoreSource
 from kvtool.core.ingest.options import IngestOptions
+from kvtool.core.ingest.report import Account
 from kvtool.core.ingest.storer import BATCH_TOKENS, ChunkStorer
 from kvtool.core.ingest.survey import PreparedFile
 from kvtool.core.kernels.rope import CopyWithRope, CosSin, copy_with_rope
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.model.kinds import KVShape
-from kvtool.core.model.passes import Pass
+from kvtool.core.model.forward import Pass
 from kvtool.core.model.prefill import ChunkKV, LeadIn
-from kvtool.core.model.prompt_cache import BufferLayer, PromptCache
+from kvtool.core.model.prompt_cache import BufferLayer, KVShape, PromptCache
 from kvtool.core.model.stack import Turns
 from kvtool.core.native.isa import isa_here
 from kvtool.core.records.encode import LeadIns

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from kvtool.reports.intervals import interval
+from kvtool.reports.summary import interval
 
 
 def main() -> None:

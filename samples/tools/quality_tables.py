@@ -21,8 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kvtool.core.evaluate.measures import numbers_of
 from kvtool.core.fusion.selectors import REFERENCE
-from kvtool.reports.intervals import interval
-from kvtool.reports.summary import summarise
+from kvtool.reports.summary import interval, summarise
 
 ALL = "all together"
 RUN_HEAD = (

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvtool.core.cache import entries
 from kvtool.core.cache.entries import ChunkInfo, ChunkRef, DocumentEntry, FileEntry
-from kvtool.core.cache.stretches import StretchInfo
+from kvtool.core.cache.tables import StretchInfo
 from kvtool.core.common.machine import Arithmetic
 from kvtool.core.errors import DamagedError
 

@@ -14,7 +14,7 @@ from typing import Any
 import lmdb
 import pytest
 
-from kvtool.core.cache import environment, reader, transaction
+from kvtool.core.cache import environment, reader, tree
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.tables import CHUNKS
 from kvtool.core.errors import NoSpaceError
@@ -90,7 +90,7 @@ def interrupt_at(number: int, work: Callable[[], object]) -> bool:
     """Run `work` with Ctrl-C at the number-th place of the store's reading code where Python looks at signals: after a
     call, at the start of a function, at the end of a loop's body. False: there are fewer."""
     count = itertools.count()
-    ours = {one.__file__ for one in (environment, reader, transaction)}
+    ours = {one.__file__ for one in (environment, reader, tree)}
     before: dict[FrameType, str] = {}
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:

@@ -16,12 +16,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvtool.core.cache import access_log, environment, layout, tables
+from kvtool.core.cache import environment, layout, side_files, tables
 from kvtool.core.cache import reader as module
-from kvtool.core.cache.access_log import HALF_LIFE
 from kvtool.core.cache.entries import ChunkInfo, ChunkRef, DocumentEntry, FileEntry
 from kvtool.core.cache.integrity import verify
 from kvtool.core.cache.record import encode_record
+from kvtool.core.cache.side_files import HALF_LIFE
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.tree import DataFile
 from kvtool.core.errors import KvtoolError, UsageError
@@ -285,7 +285,7 @@ def test_every_use_warms_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """Check that the order of notes and folds makes no difference, but for a second of rounding at each fold."""
     path, often, late = make_store(tmp_path / "store"), id_of("f0.0"), id_of("f1.0")
     clock = SimpleNamespace(now=1e9)
-    monkeypatch.setattr(access_log, "time", SimpleNamespace(time=lambda: clock.now))
+    monkeypatch.setattr(side_files, "time", SimpleNamespace(time=lambda: clock.now))
     with Store.open(path) as store, Store.open(path) as other:
         for at in range(4):
             (store if at % 2 else other).note_access([often])
@@ -321,7 +321,7 @@ def test_a_use_is_known_at_once_and_wherever_it_was_noted(tmp_path: Path, monkey
         assert sorted(store.last_used()) == sorted([used, id_of("f1.0")])
         (path / "access.log").rename(path / "access.log.folding")
         assert sorted(store.last_used()) == sorted([used, id_of("f1.0")])
-        monkeypatch.setattr(access_log, "_LONG_LOG_BYTES", 10)
+        monkeypatch.setattr(side_files, "_LONG_LOG_BYTES", 10)
         with store.writer() as pen:
             pen.fold_access()
             store.note_access([id_of("f0.1")])

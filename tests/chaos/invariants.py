@@ -270,8 +270,8 @@ def pulled(tier: Path, to: Path) -> list[str]:
 
 
 def import_pack(pack: Path, to: Path, warned: list[str]) -> Store:
-    from kvtool.core.remote.import_ import take
     from kvtool.core.remote.options import ImportOptions
+    from kvtool.core.remote.packs import take
 
     shutil.rmtree(to, ignore_errors=True)
     warned += [row["reason"] for row in take(to, pack, ImportOptions(mine=True)).damaged]

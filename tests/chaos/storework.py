@@ -12,7 +12,7 @@ sys.path[:0] = [str(Path(__file__).parents[2])]
 
 from kvtool.core.cache.store import Store  # noqa: E402
 from kvtool.core.errors import KvtoolError  # noqa: E402
-from kvtool.core.evaluate.audits import keep_audit  # noqa: E402
+from kvtool.core.evaluate.measures import keep_audit  # noqa: E402
 from tests.chaos.children import kill_at  # noqa: E402
 from tests.stores import LAYERS, add_file, check_file, id_of  # noqa: E402
 

@@ -15,7 +15,7 @@ import pytest
 
 from kvtool.core.cache import layout
 from kvtool.core.cache.environment import Environment
-from kvtool.core.cache.space import folder_bytes
+from kvtool.core.cache.layout import folder_bytes
 from kvtool.core.cache.store import Store
 from tests.chaos import readers
 from tests.chaos.children import in_child, kill_at

@@ -15,9 +15,9 @@ import lmdb
 import pytest
 
 from kvtool.core.cache import layout, tables
-from kvtool.core.cache.access_log import read_served
 from kvtool.core.cache.integrity import find_damage, repair, verify
 from kvtool.core.cache.record import Kind, seal
+from kvtool.core.cache.side_files import read_served
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.tables import META
 from kvtool.core.cache.tree import check_data_file

@@ -23,7 +23,7 @@ import pytest
 from kvtool.core.cache.layout import TEMPORARY, atomic_write
 from kvtool.core.cache.store import Store
 from kvtool.core.checkpoint.files import file_digest
-from kvtool.core.evaluate.audits import keep_audit
+from kvtool.core.evaluate.measures import keep_audit
 from kvtool.core.remote.catalogue_io import CatalogueCache
 from kvtool.core.retrieval.index import index_of
 from kvtool.serve import unix_socket

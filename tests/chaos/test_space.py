@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtool.core.cache import layout, space
+from kvtool.core.cache import layout
 from kvtool.core.cache.integrity import verify
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import NoSpaceError
@@ -94,7 +94,7 @@ def test_compaction_spends_the_reserve_if_it_frees_more(
         pen.collect()
         monkeypatch.setenv("KVTOOL_DISK_RESERVE", str(2**60))
         if free is not None:
-            monkeypatch.setattr(space, "disk_free", lambda folder: free)
+            monkeypatch.setattr(layout, "disk_free", lambda folder: free)
         if shrinks:
             assert pen.compact() > 0
         else:
@@ -133,7 +133,7 @@ def test_commands_that_free_space_spend_the_reserve(tmp_path: Path, monkeypatch:
     with Store.open(path) as store, store.writer() as pen:
         pen.spend_reserve()
         add_file(pen, "f1", ["f1.0", "f1.1"])
-        monkeypatch.setattr(space, "disk_free", lambda folder: 4096)
+        monkeypatch.setattr(layout, "disk_free", lambda folder: 4096)
         with pytest.raises(NoSpaceError):
             add_file(pen, "f2", ["f2.0"])
         check_file(store, "f1")

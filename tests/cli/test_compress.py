@@ -11,7 +11,7 @@ import pytest
 import kvtool as kvtool_package
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import MAX_LOSS, NESTED
-from kvtool.core.common.sizes import shown_size
+from kvtool.core.common.text import shown_size
 from kvtool.core.errors import UsageError
 from tests.cli.working import (
     CHUNKS,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtool.core.cache.access_log import UseLog, read_served
+from kvtool.core.cache.side_files import UseLog, read_served
 from kvtool.core.cache.store import Store
 from kvtool.core.model.decoder import Decoder
 from tests.cli.working import (

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvtool.core.checkpoint import load
-from kvtool.core.fusion.cost import LoadSpeed, PassSpeed
+from kvtool.core.fusion.plan import LoadSpeed, PassSpeed
 from kvtool.core.fusion.selectors import MODES
 from kvtool.core.session import speeds
 from tests.cli.working import QUESTION, SHORT, Done, chunks_of, drop_records, kvtool, payloads

@@ -19,7 +19,7 @@ from rich.cells import cell_len
 
 from kvtool.cli.out import Out, OutputClosed, to_json
 from kvtool.cli.terminal import WordWrap, clean, degrade, render_quote, wrapped
-from kvtool.core.common.sizes import counted, shown_size
+from kvtool.core.common.text import counted, shown_size
 from kvtool.core.errors import DamagedError, KvtoolError
 from tests.cli.conftest import Make, Terminal
 

@@ -8,9 +8,17 @@ import sys
 
 import pytest
 
-from kvtool.core.common import switches
-from kvtool.core.common.machine import cpu_features, is_fast, lacks_avx2, product_dtype, why_float32
-from kvtool.core.common.switches import ALLOWED, SWITCHES, asked
+from kvtool.core.common import machine
+from kvtool.core.common.machine import (
+    ALLOWED,
+    SWITCHES,
+    asked,
+    cpu_features,
+    is_fast,
+    lacks_avx2,
+    product_dtype,
+    why_float32,
+)
 from kvtool.core.errors import UsageError
 from kvtool.core.kernels.attention.dispatch import BACKENDS
 from kvtool.core.options.resolve import RESERVED_ENV
@@ -101,7 +109,7 @@ def test_what_is_allowed_is_taken_and_nothing_else(variable: str, monkeypatch: p
 
 
 def test_the_lists_are_those_of_who_follows_them() -> None:
-    assert ALLOWED[switches.ATTENTION] == tuple(backend.name for backend in BACKENDS)
+    assert ALLOWED[machine.ATTENTION] == tuple(backend.name for backend in BACKENDS)
     assert {*SWITCHES} < {*RESERVED_ENV}
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvtool.core.common import plugins
-from kvtool.core.common.installing import extra_line, install_line
-from kvtool.core.common.plugins import PluginError, found, listed, troubles
+from kvtool.core.common.plugins import PluginError, extra_line, found, install_line, listed, troubles
 from kvtool.core.corpus import readers
 from kvtool.core.corpus.readers import read_documents
 from kvtool.core.corpus.readers.document import UnreadableFile

@@ -18,8 +18,7 @@ from kvtool.core.codec.record import Record
 from kvtool.core.common.types import Events
 from kvtool.core.compress import job
 from kvtool.core.compress.job import compress
-from kvtool.core.compress.options import CompressOptions
-from kvtool.core.compress.report import CompressReport
+from kvtool.core.compress.options import CompressOptions, CompressReport
 from kvtool.core.model.prefill import ChunkKV
 from kvtool.core.records.read import read_chunk
 from kvtool.core.session.identity import MeasuredLosses, ProfileCache, store_identity

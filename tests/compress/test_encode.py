@@ -16,8 +16,8 @@ from kvtool.core.cache.store import Store
 from kvtool.core.codec.decode import TransformCodec
 from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.lossless import Lossless
-from kvtool.core.compress import level_writer
-from kvtool.core.compress.level_writer import _is_sound
+from kvtool.core.compress import job
+from kvtool.core.compress.job import _is_sound
 from kvtool.core.errors import DamagedError
 from kvtool.core.records.encode import encoder_threads
 from tests.cli.working import QUESTION, SHORT, files_below, kvtool
@@ -83,7 +83,7 @@ def test_second_run(profile: bool, plain: Path, fitted: Path, monkeypatch: pytes
     path = fitted if profile else plain
     run(path, *NESTED, "lossless")
     before = files_below(path)
-    monkeypatch.setattr(level_writer, "encode_levels", None)
+    monkeypatch.setattr(job, "encode_levels", None)
     report = run(path, *NESTED, "lossless")
     assert (report.encoded, report.kept, report.skipped) == (0, len(chunks_in(path)), 0)
     assert report.bytes_before == report.bytes_after
@@ -117,10 +117,10 @@ def breaking(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, after: int,
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError()], ids=repr)
 @pytest.mark.parametrize("keep_raw", [True, False])
 def test_interrupted_run(error: BaseException, keep_raw: bool, plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(level_writer, "_AT_ONCE", 2)
+    monkeypatch.setattr(job, "_AT_ONCE", 2)
     exact = {chunk: decoded(plain, chunk, "raw") for chunk in chunks_in(plain)}
     with monkeypatch.context() as patch:
-        breaking(patch, level_writer, "encode_levels", 5, error)
+        breaking(patch, job, "encode_levels", 5, error)
         with pytest.raises(type(error)):
             run(plain, "1", "2", keep_raw=keep_raw)
     done = ["1", "2", "raw"] if keep_raw else ["1", "2"]
@@ -156,7 +156,7 @@ def test_what_refines_is_never_there_alone(after: int, fitted: Path, monkeypatch
 @pytest.mark.parametrize("after", [2, 5, 8])
 def test_a_refit_that_is_interrupted(after: int, fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = state_of(fitted)["profile"]
-    monkeypatch.setattr(level_writer, "_AT_ONCE", 1)
+    monkeypatch.setattr(job, "_AT_ONCE", 1)
     with monkeypatch.context() as patch:
         breaking(patch, writers.Writer, "commit", after, KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):

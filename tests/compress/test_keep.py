@@ -17,16 +17,16 @@ from kvtool.core.codec.row_subset import rows_of
 from kvtool.core.errors import UsageError
 from kvtool.core.kernels.attention.eager import attention_weights
 from kvtool.core.kernels.attention.params import AttentionParams
-from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.forward import QueryRows
 from kvtool.core.model.prefill import LeadIn
-from kvtool.core.records.heavy_hitters import SINKS, heaviest, repeated
+from kvtool.core.records.encode import SINKS, heaviest, repeated
 from kvtool.core.remote.blobs import open_blobs
 from kvtool.core.remote.catalogue import is_own
 from kvtool.core.remote.catalogue_io import read_head
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
-from kvtool.core.upkeep.inventory import old_profiles
+from kvtool.core.upkeep.plan import old_profiles
 from kvtool.reports.reused_prompt import watch_rows
 from tests.cli.working import QUESTION, SHORT, damages, kvtool
 from tests.compress.making import (

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtool.core.common.installing import extra_line
 from kvtool.core.common.marks import place_of
+from kvtool.core.common.plugins import extra_line
 from kvtool.core.corpus import readers
 from kvtool.core.corpus.readers import archive, file_of, kind_of, read_documents
 from kvtool.core.corpus.readers.document import BinaryFile, Document, MissingPackage, UnreadableFile

@@ -18,7 +18,7 @@ from openpyxl.utils.datetime import CALENDAR_MAC_1904, CALENDAR_WINDOWS_1900
 
 from kvtool.core.corpus.readers import read_as
 from kvtool.core.corpus.readers.document import Document, UnreadableFile
-from kvtool.core.corpus.readers.numberformats import shown
+from kvtool.core.corpus.readers.office import shown
 from tests.corpus.test_slides import MAIN, edited, saved
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvtool.core.corpus.readers import read_documents
 from kvtool.core.corpus.readers.document import Document, UnreadableFile
-from kvtool.core.corpus.readers.ir import blocks, counter
+from kvtool.core.corpus.readers.office import blocks, counter
 
 _OFFICE = "http://schemas.openxmlformats.org/officeDocument/2006"
 _SPACES = " ".join(

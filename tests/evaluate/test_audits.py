@@ -13,8 +13,8 @@ import pytest
 
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import DamagedError
-from kvtool.core.evaluate import audits
-from kvtool.core.evaluate.audits import Audit, is_drawn, keep_audit, kept_audits, shortened
+from kvtool.core.evaluate import measures
+from kvtool.core.evaluate.measures import Audit, is_drawn, keep_audit, kept_audits, shortened
 from kvtool.reports.questions import parse_run
 from tests.chaos.processes import start
 from tests.stores import make_store
@@ -89,7 +89,7 @@ def test_audits_are_kept_by_model(tmp_path: Path) -> None:
 
 
 def test_the_newest_audits_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audits, "_MOST", 3)
+    monkeypatch.setattr(measures, "_MOST", 3)
     with Store.open(make_store(tmp_path / "store")) as store:
         for number in range(5):
             keep_audit(store, MODEL, made(number))
@@ -107,7 +107,7 @@ def test_audits_that_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_keeping_an_audit_drops_no_lock_of_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audits, "_LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(measures, "_LOCK_SECONDS", 0.05)
     begin = "import sqlite3, sys; sqlite3.connect(sys.argv[1], 0).execute('BEGIN IMMEDIATE')"
     with Store.open(make_store(tmp_path / "store")) as store:
         assert keep_audit(store, MODEL, made())

@@ -12,17 +12,15 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from kvtool.core.cache.backend import KVRead
-from kvtool.core.cache.chunks import read_record
+from kvtool.core.cache.chunks import KVRead, read_record
 from kvtool.core.cache.record import Allocator, KVHeader, aligned, encode_record
 from kvtool.core.codec.base import NAMES
 from kvtool.core.codec.levels import RAW
 from kvtool.core.codec.lossless import Raw
 from kvtool.core.errors import KvtoolError
-from kvtool.core.fusion.chunk_cache import ChunkCache, held_on
-from kvtool.core.fusion.loader import StoreSource
-from kvtool.core.fusion.placing import LayerMemory
+from kvtool.core.fusion.loader import LayerMemory
 from kvtool.core.fusion.selectors.base import Selector
+from kvtool.core.fusion.source import ChunkCache, StoreSource, held_on
 from kvtool.core.kernels import rope_triton as triton_place
 from kvtool.core.model.rope import Rotary
 from tests.families import tiny_model

@@ -17,10 +17,10 @@ from kvtool.core.cache.identity import ids_digest
 from kvtool.core.checkpoint.load import Loaded
 from kvtool.core.checkpoint.text_submodel import text_config
 from kvtool.core.fusion.engine import Fused, fuse
-from kvtool.core.fusion.loader import KVSource, MemorySource, ReadStats, RecordMissing
 from kvtool.core.fusion.plan import Candidate, Plan, Segment, build_plan
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.base import Selector
+from kvtool.core.fusion.source import KVSource, MemorySource, ReadStats, RecordMissing
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.generate import Sampling
 from kvtool.core.model.options import SamplingOptions

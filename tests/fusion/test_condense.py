@@ -9,21 +9,20 @@ import pytest
 import torch
 
 from kvtool.core.evaluate.reference import forced_logits
-from kvtool.core.fusion.cost import LoadSpeed, PassSpeed, PromptRows, Span, Speeds
 from kvtool.core.fusion.engine import Fused, compact_plan
-from kvtool.core.fusion.loader import KVSource, ReadStats
-from kvtool.core.fusion.plan import Candidate, Plan, Segment, build_plan
+from kvtool.core.fusion.plan import Candidate, LoadSpeed, PassSpeed, Plan, PromptRows, Segment, Span, Speeds, build_plan
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.blend import Blend
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.fusion.selectors.union import Union
+from kvtool.core.fusion.source import KVSource, ReadStats
 from kvtool.core.kernels.attention.eager import attention_weights
 from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
-from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.decode.cuda_graph import StaticStep
+from kvtool.core.model.forward import QueryRows
 from kvtool.core.model.generate import greedy_prefix
-from kvtool.core.query.iterative import extend_fused, joined
+from kvtool.core.query.fuse_prompt import extend_fused, joined
 from tests.fusion.making import (
     BOS,
     CHUNKS,

@@ -7,9 +7,8 @@ from typing import Any, get_args
 
 import pytest
 
-from kvtool.core.fusion.cost import Cost, LoadSpeed, PassSpeed, PromptRows, Span, Speeds
 from kvtool.core.fusion.engine import Fused
-from kvtool.core.fusion.plan import Plan
+from kvtool.core.fusion.plan import Cost, LoadSpeed, PassSpeed, Plan, PromptRows, Span, Speeds
 from kvtool.core.fusion.selectors import AUTO, MODES, REFERENCE, SELECTORS, WEIGHED
 from kvtool.core.fusion.selectors.blend import Blend
 from kvtool.core.fusion.selectors.epic import Epic, Link

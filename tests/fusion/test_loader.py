@@ -15,9 +15,7 @@ import pytest
 import torch
 
 from kvtool.core.errors import DamagedError
-from kvtool.core.fusion import placing
-from kvtool.core.fusion.chunk_cache import ChunkCache, RecentChunks
-from kvtool.core.fusion.loader import MemorySource, ReadStats
+from kvtool.core.fusion import loader
 from kvtool.core.fusion.plan import Plan, Segment
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.blend import Blend
@@ -25,6 +23,7 @@ from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.fusion.selectors.prefix import Prefix
 from kvtool.core.fusion.selectors.reuse import Reuse
+from kvtool.core.fusion.source import ChunkCache, MemorySource, ReadStats, RecentChunks
 from tests.fusion.making import (
     BOS,
     CHUNKS,
@@ -235,7 +234,7 @@ def test_a_hole_at_the_end_and_a_long_question(llama: Case) -> None:
 @pytest.mark.parametrize("name", SELECTORS)
 def test_several_threads_load_the_same(llama: Case, plan: Plan, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     one = llama.fuse(plan, SELECTORS[name]())
-    monkeypatch.setattr(placing, "default_workers", lambda: 3)
+    monkeypatch.setattr(loader, "default_workers", lambda: 3)
     source = SpySource(llama.source)
     several = llama.fuse(plan, SELECTORS[name](), source)
     assert same_bits(one, several)
@@ -248,7 +247,7 @@ def test_several_threads_load_the_same(llama: Case, plan: Plan, monkeypatch: pyt
 def test_a_hole_met_by_one_of_several_threads(
     llama: Case, plan: Plan, monkeypatch: pytest.MonkeyPatch, layer: int
 ) -> None:
-    monkeypatch.setattr(placing, "default_workers", lambda: 3)
+    monkeypatch.setattr(loader, "default_workers", lambda: 3)
     fused = llama.fuse(plan, Epic(), SpySource(llama.source, missing_at(layer, 2)))
     assert same_bits(fused, llama.fuse(llama.plan(lead_in=BOS, holes=(1,)), Epic()))
     assert fused.plan.chunks[1].reason == f"damaged at layer {layer}"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from kvtool.core.common.switches import ATTENTION
+from kvtool.core.common.machine import ATTENTION
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.union import Union

@@ -11,16 +11,15 @@ import pytest
 import torch
 
 from kvtool.core.codec.base import LayerKV
-from kvtool.core.fusion import placing
-from kvtool.core.fusion.chunk_cache import ChunkCache, held_on
+from kvtool.core.fusion import loader
 from kvtool.core.fusion.engine import fuse
-from kvtool.core.fusion.loader import KVSource, ReadStats, StoreSource
-from kvtool.core.fusion.placing import LayerMemory
+from kvtool.core.fusion.loader import LayerMemory
 from kvtool.core.fusion.plan import Part, Plan, Segment, build_plan
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.reuse import Reuse
+from kvtool.core.fusion.source import ChunkCache, KVSource, ReadStats, StoreSource, held_on
 from kvtool.core.kernels.rope import RopeTables
 from kvtool.core.model.rope import Rotary
 from tests.families import tiny_model
@@ -77,7 +76,7 @@ def _no_wait_for_layers(patch: pytest.MonkeyPatch) -> None:
 
 def _no_wait_for_the_copy(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("tests.pretended.streams.Event.synchronize", _nothing)
-    patch.setattr(placing, "default_workers", lambda: 1)  # else each places too few layers to use its memory again
+    patch.setattr(loader, "default_workers", lambda: 1)  # else each places too few layers to use its memory again
 
 
 def _table_in_another_stream(patch: pytest.MonkeyPatch) -> None:
@@ -182,7 +181,7 @@ def test_memory_is_used_again_only_when_its_layer_stands(
 ) -> None:
     if launched:
         Kernel.instead(monkeypatch)
-    monkeypatch.setattr(placing, "default_workers", lambda: 1)
+    monkeypatch.setattr(loader, "default_workers", lambda: 1)
     own = on_gpu("llama")
     plan, source = own.plan(lead_in=BOS), StoreSource(Records(own), own.decoder)
     wanted = logits_on_cpu("llama", Reuse())
@@ -205,8 +204,8 @@ def test_a_flipped_bit_is_found_where_it_stands(kernel: Kernel) -> None:
 
 @pytest.mark.slow
 def test_a_layer_of_several_pieces_of_pinned_memory(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placing, "_MOST", 5000)
-    monkeypatch.setattr(placing, "_LEAST", 64)
+    monkeypatch.setattr(loader, "_MOST", 5000)
+    monkeypatch.setattr(loader, "_LEAST", 64)
     own = on_gpu("llama")
     wanted = logits_on_cpu("llama", Reuse())
     fused = own.fuse(own.plan(lead_in=BOS), Reuse(), StoreSource(Records(own), own.decoder))

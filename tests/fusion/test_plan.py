@@ -8,8 +8,20 @@ from dataclasses import replace
 import pytest
 
 from kvtool.core.cache.identity import ids_digest
-from kvtool.core.fusion.cost import LoadSpeed, PassSpeed, PromptRows, Span, Speeds, fit, fit_pass, read_numbers
-from kvtool.core.fusion.plan import Candidate, Part, Plan, build_plan
+from kvtool.core.fusion.plan import (
+    Candidate,
+    LoadSpeed,
+    Part,
+    PassSpeed,
+    Plan,
+    PromptRows,
+    Span,
+    Speeds,
+    build_plan,
+    fit,
+    fit_pass,
+    read_numbers,
+)
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.query.auto import NOISE, Decision, decide, hidden_ratio

@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 import torch
 
-from kvtool.core.cache.stretches import Place, StretchInfo
+from kvtool.core.cache.tables import Place, StretchInfo
 from kvtool.core.errors import DamagedError, ModelError
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
 from kvtool.core.fusion.prefix_cache import PrefixFused, StoredPrefix, checkpoint_ends, encode_part, fuse_prefix

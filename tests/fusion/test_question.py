@@ -13,10 +13,9 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvtool.core.fusion.cost import MOST_ASKING
 from kvtool.core.fusion.engine import question_attention
-from kvtool.core.fusion.placing import Loader
-from kvtool.core.fusion.plan import Plan
+from kvtool.core.fusion.loader import Loader
+from kvtool.core.fusion.plan import MOST_ASKING, Plan
 from kvtool.core.fusion.selectors.base import Pooling
 from kvtool.core.fusion.selectors.infoflow import Infoflow
 from kvtool.core.fusion.selectors.reuse import Reuse

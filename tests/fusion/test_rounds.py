@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from kvtool.core.fusion.engine import Fused
-from kvtool.core.fusion.loader import KVSource
 from kvtool.core.fusion.plan import Candidate
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.prefix import Prefix
 from kvtool.core.fusion.selectors.reuse import Reuse
+from kvtool.core.fusion.source import KVSource
 from kvtool.core.model.generate import Sampling, first_token, generate
-from kvtool.core.query.iterative import extend_fused, joined
+from kvtool.core.query.fuse_prompt import extend_fused, joined
 from tests.fusion.making import (
     BOS,
     CHUNKS,

@@ -17,7 +17,7 @@ from kvtool.core.fusion.plan import Plan, Segment
 from kvtool.core.fusion.selectors.blend import Blend
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.native.isa import isa_here
-from kvtool.core.query.iterative import extend_fused, joined
+from kvtool.core.query.fuse_prompt import extend_fused, joined
 from tests.fusion.making import BOS, CHUNKS, NAMES, Case, Fixed, case, new_case, plain_model, same_bits, swapped
 from tests.fusion.test_against_transformers import masks_of, reused
 from tests.fusion.test_condense import fuse as fuse_condensed

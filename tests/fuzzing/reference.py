@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from kvtool.core.checkpoint.hub import resolve
 from kvtool.core.checkpoint.load import load_model
 from kvtool.core.fusion.engine import Fused, fuse
-from kvtool.core.fusion.loader import MemorySource
 from kvtool.core.fusion.plan import Plan, Segment
 from kvtool.core.fusion.selectors.base import Selector
+from kvtool.core.fusion.source import MemorySource
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
 from tests.families import HYBRIDS

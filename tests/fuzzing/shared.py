@@ -16,12 +16,10 @@ from kvtool.core.cache import tables
 from kvtool.core.cache.record import Kind, seal
 from kvtool.core.cache.store import Store
 from kvtool.core.remote import values
-from kvtool.core.remote.archive import opened_archive
 from kvtool.core.remote.blobs import open_blobs
 from kvtool.core.remote.catalogue import Head, digest_of, seal_head, unseal_head
 from kvtool.core.remote.catalogue_io import open_root, open_shard
-from kvtool.core.remote.export import export
-from kvtool.core.remote.import_ import take
+from kvtool.core.remote.packs import export, opened_archive, take
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from tests.fuzzing.registry import refused, scratch

@@ -14,14 +14,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kvtool.core.cache import access_log as notes
 from kvtool.core.cache import layout, record
+from kvtool.core.cache import side_files as notes
 from kvtool.core.cache import side_files as sides
 from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry
 from kvtool.core.cache.pages import newest_meta, parse_page
 from kvtool.core.cache.record import KVHeader, decode_record, encode_record
 from kvtool.core.cache.store import Store
-from kvtool.core.cache.stretches import StretchInfo
+from kvtool.core.cache.tables import StretchInfo
 from kvtool.core.cache.tree import DataFile, Tree, check_data_file, damaged_pages
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded, shape_of
@@ -34,7 +34,7 @@ from kvtool.core.common.machine import Arithmetic
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.prefix_cache import decode_part, encode_part
 from kvtool.core.retrieval.index import Index
-from kvtool.core.retrieval.tables import open_tables, write_tables
+from kvtool.core.retrieval.segment import open_tables, write_tables
 from tests.codec import test_fuzz as records
 from tests.codec.rans import reference
 from tests.codec.rans.streams import TABLES, stream_of, symbols_for

@@ -18,10 +18,9 @@ import kvtool as package
 from kvtool.core.checkpoint.files import DOWNLOAD
 from kvtool.core.common.types import Events
 from kvtool.core.corpus.walk import FoundFile
-from kvtool.core.ingest import account
-from kvtool.core.ingest.account import Estimate
+from kvtool.core.ingest import report
 from kvtool.core.ingest.options import IngestOptions
-from kvtool.core.ingest.report import PHASES, Forecast
+from kvtool.core.ingest.report import PHASES, Estimate, Forecast
 from kvtool.core.ingest.survey import Survey
 from tests.cli.working import CHUNKS, PREFIX, command, environment, kvtool, write_corpus
 from tests.serve.conftest import PATIENCE, wait_until
@@ -123,8 +122,8 @@ def test_a_first_run_tells_its_phases_and_an_idle_one_loads_nothing(fresh: Any, 
 
 def test_a_phase_within_a_phase_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now, told = [0.0], list[str]()
-    monkeypatch.setattr(account.time, "perf_counter", lambda: now[0])
-    kept = account.Account(IngestOptions(), Events(status=told.append))
+    monkeypatch.setattr(report.time, "perf_counter", lambda: now[0])
+    kept = report.Account(IngestOptions(), Events(status=told.append))
     with kept.phase("model_files"):
         now[0] += 1
         with kept.phase(DOWNLOAD):
@@ -184,7 +183,7 @@ def test_minutes_are_told_where_a_speed_is_known() -> None:
 
 @pytest.mark.slow
 def test_a_dry_run_says_what_it_will_take(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtool.core.ingest.account._MIN_TOKENS", 1)
+    monkeypatch.setattr("kvtool.core.ingest.report._MIN_TOKENS", 1)
     folder, store = write_corpus(tmp_path / "in"), tmp_path / "store"
     args = ("ingest", folder, "--store", store, "--model", tiny, *CHUNKS, *PREFIX)
     planned = kvtool(*args, "--dry-run", "--json").fine().json

@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 
 from kvtool.core.cache.store import Store
-from kvtool.core.common.installing import extra_line
 from kvtool.core.common.machine import Arithmetic
+from kvtool.core.common.plugins import extra_line
 from kvtool.core.errors import KvtoolError, ModelError, UsageError
 from kvtool.core.ingest import ray_storer
 from kvtool.core.ingest.options import IngestOptions

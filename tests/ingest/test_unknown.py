@@ -12,7 +12,7 @@ import pytest
 
 from kvtool.core.corpus.readers import file_of, read_documents
 from kvtool.core.corpus.readers.document import BinaryFile, EmptyFile, SecretFile, UnreadableFile
-from kvtool.core.corpus.readers.unknown import SNIFFED, check
+from kvtool.core.corpus.readers.text import SNIFFED, check
 from tests.cli.working import kvtool, listing
 
 WORDS = "Permission is hereby granted, free of charge, to any person who has a copy of this.\n"

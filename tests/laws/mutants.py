@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvtool.core.fusion import placing
-from kvtool.core.fusion.placing import Loader
+from kvtool.core.fusion import loader
+from kvtool.core.fusion.loader import Loader
 from kvtool.core.kernels.attention import dispatch, eager
 from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
 from kvtool.core.kernels.rope import CosSin
-from kvtool.core.model import attention
+from kvtool.core.model import forward
 from kvtool.core.model.rope import Copy, RopeJob, Rotary
 
 
@@ -34,8 +34,8 @@ def keys_rotated_twice(patch: pytest.MonkeyPatch) -> None:
 
 def positions_off_by_one(patch: pytest.MonkeyPatch) -> None:
     """The loader puts every cached key one position too far."""
-    positions_of = placing.positions_of
-    patch.setattr(placing, "positions_of", lambda segments, device: positions_of(segments, device) + 1)
+    positions_of = loader.positions_of
+    patch.setattr(loader, "positions_of", lambda segments, device: positions_of(segments, device) + 1)
 
 
 def latents_rotated(patch: pytest.MonkeyPatch) -> None:
@@ -73,7 +73,7 @@ def unrotation_off_by_one(patch: pytest.MonkeyPatch) -> None:
 
 
 def rows_see_the_future(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(attention, "attend", _all_visible)
+    patch.setattr(forward, "attend", _all_visible)
 
 
 def _all_visible(query: Any, key: Any, value: Any, params: AttentionParams, ranges: KeyRanges) -> torch.Tensor:
@@ -93,13 +93,13 @@ def nobody_waits(patch: pytest.MonkeyPatch) -> None:
 
 def _scored_otherwise(patch: pytest.MonkeyPatch, **change: Any) -> None:
     """Rows of a prompt attend with another scoring than their layer's; chunks at ingest with their own."""
-    attend = attention.QueryRows.attend
+    attend = forward.QueryRows.attend
 
     def changed(self: Any, layer: int, query: Any, key: Any, value: Any, scoring: AttentionParams) -> torch.Tensor:
         more = {name: make(getattr(scoring, name)) for name, make in change.items()}
         return attend(self, layer, query, key, value, replace(scoring, **more))
 
-    patch.setattr(attention.QueryRows, "attend", changed)
+    patch.setattr(forward.QueryRows, "attend", changed)
 
 
 def window_off_by_one(patch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvtool.core.fusion.selectors import SELECTORS
-from kvtool.core.model.attention import PackedChunks
+from kvtool.core.model.forward import PackedChunks
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
 from tests.fusion.making import (
     BOS,

@@ -11,7 +11,7 @@ from functools import cache
 import pytest
 import torch
 
-from kvtool.core.cache.stretches import Place
+from kvtool.core.cache.tables import Place
 from kvtool.core.fusion.prefix_cache import NewCheckpoint, StoredPrefix, encoded, fuse_prefix
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.prefix import Prefix

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvtool.core.common.switches import ATTENTION
+from kvtool.core.common.machine import ATTENTION
 from kvtool.core.fusion.selectors.epic import Epic
 from tests.families import WINDOWED
 from tests.fusion.making import BOS, LOSSLESS, Case, Ids, assert_full, case, new_case, plain_text, tokens

@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 
-from kvtool.core.common.switches import ATTENTION
+from kvtool.core.common.machine import ATTENTION
 from kvtool.core.errors import ModelError
 from kvtool.core.kernels.attention import sdpa
 from kvtool.core.kernels.attention.params import AttentionParams
-from kvtool.core.model.attention import QueryRows
-from kvtool.core.model.hf.attention import rows_attention
+from kvtool.core.model.forward import QueryRows
+from kvtool.core.model.hf.modules import rows_attention
 
 HEADS, KV_HEADS, DIM, KEYS = 4, 2, 8, 200
 BLOCK = 64

@@ -9,14 +9,11 @@ import torch
 
 from kvtool.core.kernels.heads_triton import HeadNorm
 from kvtool.core.kernels.rope import CosSin, rotate_halves_torch
-from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.cuda_layer import cuda_forward
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.model.forward import Forward
+from kvtool.core.model.forward import Forward, Pass, QueryRows
 from kvtool.core.model.hf.adapter import HfForward
-from kvtool.core.model.kinds import KVShape
-from kvtool.core.model.passes import Pass
-from kvtool.core.model.prompt_cache import BufferLayer, PromptCache
+from kvtool.core.model.prompt_cache import BufferLayer, KVShape, PromptCache
 from kvtool.core.model.rope import Rotary
 from tests.codec.processes import needs_triton
 from tests.families import NATIVE, tiny_model

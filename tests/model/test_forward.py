@@ -9,12 +9,10 @@ import torch
 
 from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.model import cpu_layer
-from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.decode.program import decoding_weights
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.model.forward import Forward
+from kvtool.core.model.forward import Forward, OnLayer, QueryRows
 from kvtool.core.model.hf.adapter import HfForward
-from kvtool.core.model.passes import OnLayer
 from kvtool.core.model.prefill import LeadIn
 from kvtool.core.model.spec import TOLERANCE, UnsupportedArchitecture, check_trial, read_model_spec, relative_error
 from kvtool.core.native.isa import isa_here

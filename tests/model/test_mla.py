@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from kvtool.core.errors import ModelError
-from kvtool.core.model.hf.attention import IMPLEMENTATION
-from kvtool.core.model.hf.mla import Latents
-from kvtool.core.model.kinds import KVShape
+from kvtool.core.model.hf.modules import IMPLEMENTATION, Latents
+from kvtool.core.model.prompt_cache import KVShape
 from samples.benchmarks.bench.plain import attention_of_transformers
 from tests.families import FAMILIES, tiny_model
 from tests.fusion.making import CHUNKS, PREFIX, QUESTION, case, decoder_of, distance, plain_logits

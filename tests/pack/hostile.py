@@ -12,8 +12,8 @@ import pytest
 from kvtool.core.cache.entries import DocumentEntry, FileEntry
 from kvtool.core.cache.record import decode_record, encode_record
 from kvtool.core.cache.store import Store
-from kvtool.core.remote.export import export
 from kvtool.core.remote.options import ExportOptions
+from kvtool.core.remote.packs import export
 from kvtool.core.remote.values import records_of
 from tests.cli.working import PREFIX, kvtool
 

@@ -13,9 +13,8 @@ from kvtool.core.compress.job import compress
 from kvtool.core.compress.options import CompressOptions
 from kvtool.core.corpus.options import Shard, shard_error
 from kvtool.core.errors import StoreFormatError, StoreNotFoundError, UsageError
-from kvtool.core.remote.export import export
-from kvtool.core.remote.import_ import import_sources
 from kvtool.core.remote.options import ImportOptions
+from kvtool.core.remote.packs import export, import_sources
 from kvtool.core.remote.values import Survey
 from tests.cli.working import CHUNKS, PREFIX, break_record, chunks_of, damages, kvtool, state, write_corpus
 from tests.compress.making import check_sound

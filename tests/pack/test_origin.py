@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvtool.core.cache import tables
-from kvtool.core.cache.backend import BlobRequest
+from kvtool.core.cache.chunks import BlobRequest
 from kvtool.core.cache.identity import HERE, Origin, seal_origin
 from kvtool.core.cache.store import Store
 from kvtool.core.compress import job
@@ -21,12 +21,10 @@ from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.prompt import lay_out
 from kvtool.core.query.reply import Request
 from kvtool.core.remote import pull
-from kvtool.core.remote.archive import ArchiveBlobs
 from kvtool.core.remote.catalogue import Catalogue
 from kvtool.core.remote.catalogue_io import open_root, pack_root
-from kvtool.core.remote.export import export
-from kvtool.core.remote.import_ import take
 from kvtool.core.remote.options import ExportOptions, ImportOptions
+from kvtool.core.remote.packs import ArchiveBlobs, export, take
 from kvtool.core.remote.signing import SigningKey, public_keys, seal_of, signing_key
 from kvtool.core.remote.values import records_of
 from kvtool.core.session.session import Session

@@ -16,15 +16,14 @@ import pytest
 import torch
 
 import kvtool as kvtool_api
-from kvtool.core.cache.backend import BlobRequest
+from kvtool.core.cache.chunks import BlobRequest
 from kvtool.core.cache.record import Kind
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import NESTED
 from kvtool.core.errors import DamagedError, NoSpaceError, StoreNotFoundError, UsageError
-from kvtool.core.remote import archive, catalogue
-from kvtool.core.remote.export import export
-from kvtool.core.remote.import_ import take
+from kvtool.core.remote import catalogue, packs
 from kvtool.core.remote.options import ImportOptions
+from kvtool.core.remote.packs import export, take
 from tests.cli.working import chunks_of, damages, kvtool, listing, prefix_chunk
 from tests.compress.making import flip, levels_in, losses_of, make_fitted, make_plain, replace_record, rows
 
@@ -141,7 +140,7 @@ def test_a_full_disk_leaves_nothing(fitted: Path, tmp_path: Path, monkeypatch: p
     def full(handle: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(archive.os, "fsync", full)
+    monkeypatch.setattr(packs.os, "fsync", full)
     with pytest.raises(NoSpaceError):
         export(fitted, tmp_path / "x.kvpack")
     assert list(tmp_path.glob("*kvpack*")) == list(tmp_path.glob(".tmp*")) == []
@@ -239,7 +238,7 @@ def test_what_stands_before_a_member_is_part_of_it(pack: Path) -> None:
         data = bytearray(whole)
         data[member.header_offset + at] ^= 2
         pack.write_bytes(data)
-        with archive.opened_archive(pack) as blobs:
+        with packs.opened_archive(pack) as blobs:
             assert blobs.get([member.filename]) == [b""], at
             assert [*blobs.fetch([BlobRequest("", 10, member.filename, 5)])] == [(0, b"")], at
 
@@ -251,7 +250,7 @@ def test_a_bomb_is_not_unpacked(pack: Path, tmp_path: Path) -> None:
 
 
 def test_a_catalogue_does_not_unpack_to_gigabytes(pack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtool.core.remote.import_._MOST_CATALOGUE", 1000)
+    monkeypatch.setattr("kvtool.core.remote.packs._MOST_CATALOGUE", 1000)
     with pytest.raises(DamagedError):
         take(tmp_path / "new", pack)
     assert not (tmp_path / "new").exists()
@@ -265,7 +264,7 @@ def test_of_two_members_with_a_name_the_last_counts(pack: Path, tmp_path: Path) 
 
 
 def test_a_part_that_ends_beyond_its_member(pack: Path) -> None:
-    with archive.opened_archive(pack) as blobs:
+    with packs.opened_archive(pack) as blobs:
         (name, *_) = blobs.names("pack/")
         (size,) = blobs.sizes([name])
         parts = [BlobRequest("", 100, name, at) for at in (size - 1, size, size + 2**40)]

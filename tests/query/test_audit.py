@@ -12,7 +12,7 @@ import pytest
 import kvtool as api
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import KvtoolError
-from kvtool.core.evaluate.audits import Audit, is_drawn, kept_audits
+from kvtool.core.evaluate.measures import Audit, is_drawn, kept_audits
 from kvtool.core.query import audit as module
 from kvtool.core.session.identity import store_identity
 from tests.cli.working import QUESTION, SHORT, chunks_of, drop_records, kvtool, write_batch

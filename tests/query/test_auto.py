@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvtool.core.cache.store import Store
-from kvtool.core.fusion.cost import LoadSpeed, PassSpeed
+from kvtool.core.fusion.plan import LoadSpeed, PassSpeed
 from kvtool.core.query.answer import answer
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request

@@ -13,9 +13,8 @@ import torch
 
 from kvtool.core.codec.base import LayerKV
 from kvtool.core.errors import DamagedError
-from kvtool.core.fusion.chunk_cache import ChunkCache
-from kvtool.core.fusion.loader import KVSource, ReadStats, RecordMissing
 from kvtool.core.fusion.plan import Candidate, Segment
+from kvtool.core.fusion.source import ChunkCache, KVSource, ReadStats, RecordMissing
 from kvtool.core.model.prefill import ChunkKV
 from kvtool.core.query.streaming import COMPUTED, BackgroundDecoder
 

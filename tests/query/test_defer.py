@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvtool.core.fusion.chunk_cache import RecentChunks
 from kvtool.core.fusion.selectors import SELECTORS
+from kvtool.core.fusion.source import RecentChunks
 from kvtool.core.query.answer import answer
-from kvtool.core.query.iterative import judge
+from kvtool.core.query.fuse_prompt import judge
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.prompt import lay_out
 from kvtool.core.query.reply import Reply, Request

@@ -13,10 +13,9 @@ import torch
 
 import kvtool as package
 from kvtool.core.cache.store import Store
-from kvtool.core.fusion.loader import StoreSource
 from kvtool.core.fusion.plan import Candidate, Plan, Segment
-from kvtool.core.query.cite import sentences_of
-from kvtool.core.query.explain import explain
+from kvtool.core.fusion.source import StoreSource
+from kvtool.core.query.explain import explain, sentences_of
 from kvtool.core.query.reply import Request, marked
 from tests.cli.working import QUESTION, SHORT, chunks_of, drop_records, kvtool, write_batch
 

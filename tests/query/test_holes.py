@@ -14,7 +14,7 @@ from kvtool.core.cache import tables
 from kvtool.core.cache.record import Allocator
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.tables import record_key
-from kvtool.core.cache.transaction import Snapshot
+from kvtool.core.cache.tree import Snapshot
 from kvtool.core.errors import DamagedError
 from tests.cli.working import (
     CHUNKS,

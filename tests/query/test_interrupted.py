@@ -15,7 +15,7 @@ import torch
 import kvtool as package
 from kvtool.core.model import prompt_cache
 from kvtool.core.model.hf import states
-from kvtool.core.query import answer, conversation, iterative, recurrent
+from kvtool.core.query import answer, conversation, fuse_prompt
 from kvtool.core.query.conversation import Conversation
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
@@ -78,7 +78,7 @@ def test_ctrl_c_at_any_line_of_a_turn(family: str, tmp_path: Path) -> None:
 
         talked(FIRST, SECOND)  # what is kept of a prompt is rounded to the store's format: all others go on from it
         calm = {turns: talked(*turns).ask(THIRD) for turns in ((FIRST,), (FIRST, SECOND))}
-        interrupts = Interrupts(answer, conversation, iterative, recurrent, prompt_cache, states)
+        interrupts = Interrupts(answer, conversation, fuse_prompt, fuse_prompt, prompt_cache, states)
         talk = talked(FIRST)
         while interrupts.interrupted(partial(talk.ask, SECOND)):
             expected = calm[tuple(turn.question for turn in talk.turns)]
@@ -99,7 +99,7 @@ def test_ctrl_c_at_any_line_of_an_answer(more: dict[str, Any], store: Path, sess
         return answer.answer(session, request, options)
 
     calm, before, chunk = ask(), payloads(store), chunks_of(store, "mill2.md")[2]
-    interrupts = Interrupts(answer, iterative)
+    interrupts = Interrupts(answer, fuse_prompt)
     lost = {(chunk, layer) for layer in range(LAYERS)}
     while True:
         drop_records(store, chunk)

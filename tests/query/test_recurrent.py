@@ -12,12 +12,11 @@ import pytest
 import torch
 
 from kvtool.core.cache import tables
-from kvtool.core.cache.access_log import Served, read_served
 from kvtool.core.cache.integrity import verify
 from kvtool.core.cache.record import Kind, seal
+from kvtool.core.cache.side_files import Served, read_served
 from kvtool.core.cache.store import Store
-from kvtool.core.cache.stretches import Place, StretchInfo, info_row, part_row
-from kvtool.core.cache.tables import Row
+from kvtool.core.cache.tables import Place, Row, StretchInfo, info_row, part_row
 from kvtool.core.cache.writer import Writer
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.prefix_cache import decode_part, encode_part, named_states

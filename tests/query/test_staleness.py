@@ -15,7 +15,7 @@ import pytest
 
 from kvtool.core.cache.entries import FileEntry
 from kvtool.core.cache.store import Store
-from kvtool.core.query import staleness
+from kvtool.core.query import retrieve
 
 GUARD = 30.0  # seconds; the check at its worst takes two
 
@@ -24,7 +24,7 @@ def states(*entries: FileEntry) -> list[str]:
     """What is said of each file, asked from a thread of its own so that a check that blocks fails the test."""
     known = {entry.path: entry for entry in entries}
     store, said = cast(Store, SimpleNamespace(file=known.get)), dict[str, str]()
-    asking = threading.Thread(target=lambda: said.update(staleness.changes(store, [*known])), daemon=True)
+    asking = threading.Thread(target=lambda: said.update(retrieve.changes(store, [*known])), daemon=True)
     asking.start()
     asking.join(GUARD)
     assert not asking.is_alive()
@@ -42,7 +42,7 @@ def test_a_device_and_a_fifo_are_not_read(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("/dev/zero")
     (tmp_path / "a.txt").write_bytes(b"text")
     entries = entry("/dev/zero"), entry(tmp_path / "fifo"), entry(tmp_path / "link"), entry(tmp_path / "a.txt", b"text")
-    assert states(*entries) == [staleness.CHANGED, staleness.CHANGED, staleness.CHANGED, ""]
+    assert states(*entries) == [retrieve.CHANGED, retrieve.CHANGED, retrieve.CHANGED, ""]
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="no /proc here")
@@ -56,13 +56,13 @@ def test_no_more_than_the_noted_size_is_read(monkeypatch: pytest.MonkeyPatch) ->
             taken.append(len(part))
             return part
 
-    monkeypatch.setattr(staleness, "open_regular", Counted)
-    assert states(entry("/proc/self/maps")) == [staleness.CHANGED]
+    monkeypatch.setattr(retrieve, "open_regular", Counted)
+    assert states(entry("/proc/self/maps")) == [retrieve.CHANGED]
     assert sum(taken) <= 1
 
 
 def test_a_file_system_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opener, let_go, opened = staleness.open_regular, threading.Event(), list[str]()
+    opener, let_go, opened = retrieve.open_regular, threading.Event(), list[str]()
 
     def stuck(path: str) -> BinaryIO:
         opened.append(path)
@@ -72,12 +72,12 @@ def test_a_file_system_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.
 
     for name in ("stuck.txt", "a.txt"):
         (tmp_path / name).write_bytes(b"text")
-    monkeypatch.setattr(staleness, "open_regular", stuck)
-    monkeypatch.setattr(staleness, "_PATIENCE", 0.2)
+    monkeypatch.setattr(retrieve, "open_regular", stuck)
+    monkeypatch.setattr(retrieve, "_PATIENCE", 0.2)
     entries = [entry(tmp_path / name, b"atom") for name in ("stuck.txt", "a.txt")]
     try:
-        assert states(*entries) == ["", staleness.CHANGED]
-        assert states(*entries) == ["", staleness.CHANGED]
+        assert states(*entries) == ["", retrieve.CHANGED]
+        assert states(*entries) == ["", retrieve.CHANGED]
         assert [Path(path).name for path in opened].count("stuck.txt") == 1
     finally:
         let_go.set()
@@ -90,5 +90,5 @@ def test_what_has_changed_is_still_said(tmp_path: Path, change: Callable[[Path],
     known = entry(path, b"text")
     assert states(known) == [""]
     change(path)
-    assert states(known) == [staleness.CHANGED if path.exists() else staleness.DELETED]
+    assert states(known) == [retrieve.CHANGED if path.exists() else retrieve.DELETED]
     assert states(entry("/nowhere/at/all.txt", b"text")) == [""]

@@ -10,15 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvtool.core.cache import space
+from kvtool.core.cache import layout
 from kvtool.core.cache.entries import DocumentEntry, FileEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.remote.blobs import open_blobs
-from kvtool.core.remote.mirror import local_place, open_shared
+from kvtool.core.remote.mirror import MOST_BUDGET, local_place, open_shared
 from kvtool.core.remote.push import push
-from kvtool.core.remote.tier import MOST_BUDGET
-from kvtool.core.upkeep.budget import keep_budget
 from kvtool.core.upkeep.forget import pin
+from kvtool.core.upkeep.prune import keep_budget
 from tests.stores import IDENTITY, LAYERS, id_of, make_store, noise, put
 
 FILES, DIM = 12, 8192  # a chunk takes 1 MB
@@ -27,7 +26,7 @@ FILES, DIM = 12, 8192  # a chunk takes 1 MB
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count(2_000_000_000)
-    monkeypatch.setattr("kvtool.core.cache.access_log.time", SimpleNamespace(time=lambda: next(clock)))
+    monkeypatch.setattr("kvtool.core.cache.side_files.time", SimpleNamespace(time=lambda: next(clock)))
 
 
 @pytest.fixture
@@ -51,7 +50,7 @@ def ask(url: str, *numbers: int) -> None:
 def limit(url: str, more: int) -> int:
     """Give the local cache a budget of so many bytes more than it has."""
     open_shared(url).close()
-    budget = space.folder_bytes(local_place(url)) + more
+    budget = layout.folder_bytes(local_place(url)) + more
     keep_budget(local_place(url), budget)
     return budget
 
@@ -64,7 +63,7 @@ def here(url: str) -> list[int]:
 def test_a_new_one_has_a_budget(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the disk at most, which may not be large."""
     for free, least, most in ((30 * 10**9, 15 * 10**9, 16 * 10**9), (10**12, MOST_BUDGET, MOST_BUDGET)):
-        monkeypatch.setattr(space, "disk_free", lambda path, free=free: free)
+        monkeypatch.setattr(layout, "disk_free", lambda path, free=free: free)
         open_shared(url).close()
         with Store.open(local_place(url)) as store:
             assert least <= store.stats()["budget"] <= most
@@ -81,7 +80,7 @@ def test_what_is_coldest_gives_way(url: str) -> None:
     for number in range(FILES):
         ask(url, number)
         ask(url, 0)
-        assert space.folder_bytes(local_place(url)) <= budget
+        assert layout.folder_bytes(local_place(url)) <= budget
         assert {0, number} <= set(here(url))
     kept = here(url)
     assert 3 <= len(kept) <= 6
@@ -98,7 +97,7 @@ def test_a_budget_that_was_lowered_is_met(url: str) -> None:
     assert len(here(url)) == 6
     budget = limit(url, -3 * 10**6)
     ask(url, 7)
-    assert space.folder_bytes(local_place(url)) <= budget
+    assert layout.folder_bytes(local_place(url)) <= budget
     assert 7 in here(url)
 
 
@@ -108,7 +107,7 @@ def test_what_was_asked_often_outlasts_what_came_later(url: str) -> None:
         ask(url, 0)
     for number in range(1, FILES):
         ask(url, number)
-        assert space.folder_bytes(local_place(url)) <= budget
+        assert layout.folder_bytes(local_place(url)) <= budget
         assert {0, number} <= {*here(url)}
 
 
@@ -140,7 +139,7 @@ def test_kv_gives_way_to_new_documents(url: str, tmp_path: Path) -> None:
             push(store, blobs)
     with open_shared(url, warn=lambda text, hint: pytest.fail(text)) as tier:
         assert "long" in tier.sources()
-        assert space.folder_bytes(tier.path) <= (tier.budget() or 0)
+        assert layout.folder_bytes(tier.path) <= (tier.budget() or 0)
     assert 0 < len(here(url)) < 6
 
 

@@ -15,10 +15,9 @@ from kvtool.core.cache.record import KVHeader, encode_record
 from kvtool.core.cache.store import Store
 from kvtool.core.codec import CODECS
 from kvtool.core.common.types import Events
-from kvtool.core.compress.level_writer import LevelWriter
+from kvtool.core.compress.job import LevelWriter
 from kvtool.core.compress.loss import HeavyRows
-from kvtool.core.compress.options import CompressOptions
-from kvtool.core.compress.report import CompressReport
+from kvtool.core.compress.options import CompressOptions, CompressReport
 from kvtool.core.errors import DamagedError
 from kvtool.core.records.read import read_chunk
 from kvtool.core.remote import values

@@ -141,7 +141,7 @@ def test_lease_of_a_wrong_clock_is_ignored(what: str, store: Store, blobs: Blobs
 
 def test_wait_for_an_endless_sweep(store: Store, blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(blobs_module.LEASES, "sweep", 0.2)
-    monkeypatch.setattr("kvtool.core.remote.gc._LONGER", 0.0)
+    monkeypatch.setattr("kvtool.core.remote.send._LONGER", 0.0)
     hold_at(blobs, "sweep-ghost", time.time() + 1000)  # clocks may differ by that
     push(store, blobs)
     assert is_whole(blobs)
@@ -152,7 +152,7 @@ def test_push_verify_renews_its_lease(store: Store, blobs: Blobs, monkeypatch: p
     push(store, blobs)
     seen = list[str]()
     real = type(blobs).get
-    monkeypatch.setattr("kvtool.core.remote.gc._RENEWED_EVERY", -1.0)
+    monkeypatch.setattr("kvtool.core.remote.send._RENEWED_EVERY", -1.0)
     monkeypatch.setattr(type(blobs), "hold", lambda self, name: seen.append(name))
     monkeypatch.setattr(type(blobs), "get", lambda self, names: (seen.append("get"), real(self, names))[1])
     push(store, blobs, PushOptions(verify=True))

@@ -254,7 +254,7 @@ def test_repeated_pushes_do_not_grow_the_store(store: Store, blobs: Blobs, tmp_p
 
 
 def test_head_stays_bounded_during_other_pushes(store: Store, blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtool.core.remote.gc._MOST_BEFORE", 3)
+    monkeypatch.setattr("kvtool.core.remote.send._MOST_BEFORE", 3)
     blobs.hold("push-other")
     for number in range(6):
         add(store, "f1", f"version {number}")

@@ -24,8 +24,8 @@ from kvtool.core.remote import values
 from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.catalogue import HEAD
 from kvtool.core.remote.catalogue_io import read_catalogue
-from kvtool.core.remote.import_ import import_sources
 from kvtool.core.remote.options import ImportOptions, PullOptions, PushOptions
+from kvtool.core.remote.packs import import_sources
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from tests.stores import MANIFEST, add_file, bytes_of, check_file, id_of, make_store, new_store, put

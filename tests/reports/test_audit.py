@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvtool.core.cache.store import Store
-from kvtool.core.evaluate.audits import keep_audit
+from kvtool.core.evaluate.measures import keep_audit
 from kvtool.core.session.identity import store_identity
 from kvtool.reports.stored import audit_overview, quantiles
 from tests.cli.working import QUESTION, SHORT, kvtool

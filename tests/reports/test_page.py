@@ -3,7 +3,7 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 
-from kvtool.reports.page import Quote, Table, page, sparkline
+from kvtool.reports.report import Quote, Table, page, sparkline
 
 
 class Outline(HTMLParser):

@@ -8,9 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtool.reports import intervals
-from kvtool.reports.intervals import RESAMPLES, SEED, Estimate, difference, estimates, interval
-from kvtool.reports.summary import best, compared, ordered, overview, summarise
+from kvtool.reports import summary
+from kvtool.reports.summary import (
+    RESAMPLES,
+    SEED,
+    Estimate,
+    best,
+    compared,
+    difference,
+    estimates,
+    interval,
+    ordered,
+    overview,
+    summarise,
+)
 
 Rows = dict[int, dict[str, dict[str, Any]]]
 ALL = ("full", "reuse", "union:0.15")
@@ -163,5 +174,5 @@ def test_questions_without_a_number_count_nowhere() -> None:
 def test_blocks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     values = [1.0, 2.0, 5.0, 9.0]
     whole = interval(values)
-    monkeypatch.setattr(intervals, "_AT_ONCE", 40)
+    monkeypatch.setattr(summary, "_AT_ONCE", 40)
     assert interval(values) == whole

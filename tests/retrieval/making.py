@@ -11,8 +11,7 @@ from kvtool.core.cache.entries import ChunkRef, DocumentEntry, FileEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.retrieval.index import Index
-from kvtool.core.retrieval.options import RetrievalOptions
-from kvtool.core.retrieval.passages import Passage, found_by
+from kvtool.core.retrieval.passages import Passage, RetrievalOptions, found_by
 from kvtool.core.retrieval.search import Search
 from kvtool.core.retrieval.segment import IndexSegment, MarkedDocument
 from tests.stores import id_of, put

@@ -12,7 +12,7 @@ import pytest
 from kvtool.core.cache.integrity import find_damage
 from kvtool.core.cache.store import Store
 from kvtool.core.retrieval.finder import Finder
-from kvtool.core.retrieval.options import RetrievalOptions
+from kvtool.core.retrieval.passages import RetrievalOptions
 from tests.cli.working import kvtool
 from tests.retrieval.making import retrieval
 

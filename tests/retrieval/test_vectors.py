@@ -15,7 +15,7 @@ from kvtool.core.retrieval import embed
 from kvtool.core.retrieval.embed import Embedder, Meaning, remembered
 from kvtool.core.retrieval.finder import Finder
 from kvtool.core.retrieval.index import index_of
-from kvtool.core.retrieval.options import RetrievalOptions
+from kvtool.core.retrieval.passages import RetrievalOptions
 from tests.retrieval.making import ingest, retrieval
 
 TEXTS = {"a": "the mill", "b": "the stream", "c": "the loaf", "d": "something else"}

@@ -15,7 +15,6 @@ from unittest.mock import Mock, patch
 import httpx2
 import pytest
 
-from kvtool.core.common import spelling
 from kvtool.core.errors import KvtoolError
 from kvtool.core.query.conversation import BACK, search_text
 from kvtool.core.retrieval.finder import _MOST_SPLITS, Places, _matcher
@@ -41,7 +40,7 @@ COSTLY = [
     # marks of one letter in no order
     "from kvtool.core.retrieval.terms import terms\nterms('a' + '\\u0301\\u0316' * 250_000); print('refused')",
     "from kvtool.core.retrieval.terms import terms\nterms('aB-' * 250_000 + 'a' * 750_000); print('refused')",
-    "from kvtool.core.common.spelling import composed\ncomposed('\\uff9e\\u0301' * 250_000); print('refused')",
+    "from kvtool.core.common.text import composed\ncomposed('\\uff9e\\u0301' * 250_000); print('refused')",
     # spaces at any of which a label might begin
     "from kvtool.core.retrieval.finder import Places\nfrom kvtool.core.errors import UsageError\n"
     "class Store:\n    def documents_revision(self): return 0\n    def sources(self): return []\n"
@@ -51,7 +50,7 @@ COSTLY = [
     "from kvtool.core.errors import did_you_mean\ndid_you_mean('fu' * 500_000, ['fusion', 'ratio']); print('refused')",
     # brackets of globs that none closes
     "from kvtool.core.retrieval.finder import _matcher\n_matcher(['[' * 64_000])\n"
-    "from kvtool.core.upkeep.selectors import matches_glob\nmatches_glob('[' * 64_000, 'a', 'a'); print('refused')",
+    "from kvtool.core.upkeep.documents import matches_glob\nmatches_glob('[' * 64_000, 'a', 'a'); print('refused')",
     # quotation marks that do not end
     "from kvtool.serve.wire import check_shape\ncheck_shape('\"' + '\\\\\"' * 4_000_000); print('refused')",
 ]
@@ -66,7 +65,7 @@ def test_letters_are_normalised_as_ever() -> None:
     long = ("a" + "\u0301" * 30, "≠" * 40 + "=\u0338", "…" * 50, "e\u0301!?" * 40)
     for text in ("plain", "Zoë à la carte", "각 ガ ﾊﾟ", *long):
         for form in ("NFC", "NFKC"):
-            assert spelling.normalised(form, text) == unicodedata.normalize(form, text)  # type: ignore[arg-type]
+            assert text.normalised(form, text) == unicodedata.normalize(form, text)  # type: ignore[arg-type]
 
 
 def test_a_label_is_looked_for_at_few_places() -> None:

@@ -17,9 +17,9 @@ from pydantic import TypeAdapter
 from kvtool.core.model.prompt import said_tokens
 from kvtool.core.model.tokens import encode
 from kvtool.core.query.options import QueryOptions
+from kvtool.serve.chat import closed, with_calls
 from kvtool.serve.job import Answer
 from kvtool.serve.requests import IGNORED, NEUTRAL, SAMPLING
-from kvtool.serve.tools import closed, with_calls
 from kvtool.serve.wire import Refusal
 from tests.cli.working import QUESTION
 from tests.serve.conftest import KEY, Served, ask_of_chat, serving

@@ -16,7 +16,7 @@ import httpx2
 import pytest
 
 from kvtool.core.cache.entries import ChunkSpec
-from kvtool.core.cache.space import folder_bytes
+from kvtool.core.cache.layout import folder_bytes
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import RAW

@@ -12,8 +12,8 @@ from typing import Any
 import httpx2
 import pytest
 
+from kvtool.serve.app import STATIC
 from kvtool.serve.engine import IngestState
-from kvtool.serve.page import STATIC
 from tests.cli.working import QUESTION
 from tests.serve.conftest import PATIENCE, Served, serving
 

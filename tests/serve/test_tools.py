@@ -20,12 +20,12 @@ from kvtool.core.model import constraint as constraint_module
 from kvtool.core.model.constraint import Constraint
 from kvtool.core.model.prompt import with_tools
 from kvtool.core.query.options import QueryOptions
-from kvtool.serve import tools as tools_module
+from kvtool.serve import chat as tools_module
 from kvtool.serve.answers import Answer
 from kvtool.serve.anthropic import MessageResponse
+from kvtool.serve.chat import Hold, with_calls
 from kvtool.serve.job import TokenCounts
 from kvtool.serve.responses import ResponsesResponse
-from kvtool.serve.tools import Hold, with_calls
 from kvtool.serve.wire import Refusal
 from tests.cli.working import QUESTION
 from tests.families import tiny_tokenizer

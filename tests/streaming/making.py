@@ -9,7 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from kvtool.core.streaming.fetch_state import Fetch, Ladder, Part, Rung, Task
+from kvtool.core.streaming import Fetch, Ladder, Part, Rung, Task
 from kvtool.core.streaming.policy import Policy
 from samples.benchmarks.streaming.predictors import PREDICTORS
 from samples.benchmarks.streaming.traces import LinkTrace

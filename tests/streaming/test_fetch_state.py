@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtool.core.streaming.fetch_state import Ladder, Part, Rung
+from kvtool.core.streaming import Ladder, Part, Rung
 from samples.benchmarks.streaming.predictors import PREDICTORS
 from tests.streaming.making import ladders, nested
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtool.core.streaming.fetch_state import Ladder, Task
+from kvtool.core.streaming import Ladder, Task
 from kvtool.core.streaming.policy import MEANWHILE
 from samples.benchmarks.streaming.predictors import PREDICTORS
 from samples.benchmarks.streaming.simulate import meets, simulate

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtool.core.streaming.fetch_state import Fetch, Ladder, Part, Rung, Task
+from kvtool.core.streaming import Fetch, Ladder, Part, Rung, Task
 from samples.benchmarks.streaming.predictors import PREDICTORS
 from samples.benchmarks.streaming.simulate import meets, simulate
 from samples.benchmarks.streaming.traces import LinkTrace

@@ -15,7 +15,7 @@ import pytest
 
 import kvtool as package
 from kvtool.cli.app import COMMANDS, load_command
-from kvtool.core.cache import space, tables
+from kvtool.core.cache import layout, tables
 from kvtool.core.cache.integrity import repair, verify
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
@@ -26,9 +26,9 @@ from kvtool.core.remote.blobs import open_blobs
 from kvtool.core.remote.options import PullOptions
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
-from kvtool.core.retrieval.tables import write_tables
+from kvtool.core.retrieval.segment import write_tables
 from kvtool.core.session.session import Session
-from kvtool.core.upkeep.budget import keep_budget
+from kvtool.core.upkeep.prune import keep_budget
 from tests.cli.working import QUESTION, SHORT, damages, kvtool, listing, write_corpus
 from tests.compress.making import run
 from tests.stores import add_file, check_file, make_store
@@ -159,10 +159,10 @@ def test_a_damaged_budget_stops_writing_and_is_repaired(tmp_path: Path) -> None:
 
 def test_all_files_of_the_folder_count(tmp_path: Path) -> None:
     path = make_store(tmp_path / "store", files=1)
-    before = space.folder_bytes(path)
+    before = layout.folder_bytes(path)
     (path / "index").mkdir(exist_ok=True)
     (path / "index" / "vectors").write_bytes(b"v" * 10**6)
-    assert space.folder_bytes(path) == bytes_in(path) == before + 10**6
+    assert layout.folder_bytes(path) == bytes_in(path) == before + 10**6
     with Store.open(path) as store, store.writer(max_size=10**6) as pen, pytest.raises(NoSpaceError):
         add_file(pen, "f1", ["f1.0"])
 
@@ -257,7 +257,7 @@ def test_pull(plain: Path, tmp_path: Path) -> None:
 
 def test_the_index_leaves_the_reserve_of_the_disk_alone(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Questions are answered all the same: the index is made again for each."""
-    monkeypatch.setattr(space, "SMALL_FILE", 0)
+    monkeypatch.setattr(layout, "SMALL_FILE", 0)
     shutil.rmtree(store / "index")
     (store / "index").mkdir()
     monkeypatch.setenv("KVTOOL_DISK_RESERVE", str(2**60))

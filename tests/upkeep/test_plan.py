@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 
 from kvtool.core.codec.levels import NESTED
-from kvtool.core.upkeep.inventory import ChunkHolding, DocumentHolding, Inventory
-from kvtool.core.upkeep.plan import Plan, PruneRequest, plan_prune
+from kvtool.core.upkeep.plan import ChunkHolding, DocumentHolding, Inventory, Plan, PruneRequest, plan_prune
 
 MB = 10**6
 SIZES = {"raw": 16 * MB, "lossless": 11 * MB, "1": 4 * MB, "2": 3 * MB, "3": 2 * MB, "4": MB}

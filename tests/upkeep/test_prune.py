@@ -10,20 +10,19 @@ from typing import Any
 import pytest
 
 import kvtool as package
-from kvtool.core.cache import space, tables
-from kvtool.core.cache.access_log import append
+from kvtool.core.cache import layout, tables
 from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry
 from kvtool.core.cache.identity import Origin
 from kvtool.core.cache.integrity import verify
+from kvtool.core.cache.side_files import append
 from kvtool.core.cache.store import Store
-from kvtool.core.cache.stretches import StretchInfo
+from kvtool.core.cache.tables import StretchInfo
 from kvtool.core.codec.levels import NESTED
 from kvtool.core.common.machine import Arithmetic
 from kvtool.core.errors import NoSpaceError, UsageError
-from kvtool.core.upkeep.budget import keep_budget
 from kvtool.core.upkeep.forget import pin, unpin
 from kvtool.core.upkeep.options import PruneOptions
-from kvtool.core.upkeep.prune import PruneReport, compact, prune
+from kvtool.core.upkeep.prune import PruneReport, compact, keep_budget, prune
 from tests.cli.working import QUESTION, SHORT, damages, emptied, kvtool, prefix_chunk
 from tests.compress.making import chunks_in, levels_in, refit, replace_record
 from tests.stores import add_file, check_file, id_of, make_store, noise
@@ -315,7 +314,7 @@ def test_a_prune_without_space_for_a_copy_drops_and_says_so(tmp_path: Path, monk
 
     path = make_store(tmp_path / "store", files=4, dim=DIM)
     expected = prune(path, PruneOptions(max_size=1, dry_run=True)).after
-    monkeypatch.setattr(space, "check_copy", full)
+    monkeypatch.setattr(layout, "check_copy", full)
     with pytest.raises(NoSpaceError, match="the store's file cannot shrink"):
         pruned(path, expected + MARGIN)
     assert with_kv(path) == []

@@ -17,7 +17,7 @@ import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvtool.core.errors import GateError, ModelError, StoreNotFoundError, UsageError
-from kvtool.vllm.config import check_config
+from kvtool.vllm.requests import check_config
 
 CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
 IDS = list(range(64))
@@ -109,7 +109,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             if name not in sys.modules:
                 monkeypatch.setitem(sys.modules, name, ModuleType(name))
         sys.modules[whole].__dict__.update(content)
-    own = ("kvtool.vllm.connector", "kvtool.vllm.metrics")
+    own = ("kvtool.vllm.connector", "kvtool.vllm.connector")
     for name in own:
         monkeypatch.delitem(sys.modules, name, raising=False)
     yield importlib.import_module("kvtool.vllm.connector")

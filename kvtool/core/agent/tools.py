@@ -23,11 +23,10 @@ from kvtool.core.errors import UsageError
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import ReplyChunk
-from kvtool.core.query.retrieve import search
-from kvtool.core.query.staleness import with_changes
+from kvtool.core.query.retrieve import search, with_changes
 from kvtool.core.retrieval.passages import Hit, passages_in
 from kvtool.core.session.identity import known_result, store_identity
-from kvtool.core.upkeep.inventory import sizes_of
+from kvtool.core.upkeep.plan import sizes_of
 
 MOST_CHUNKS = 50  # that one call may ask for
 TopK = Annotated[int, Field(ge=1, le=MOST_CHUNKS)]

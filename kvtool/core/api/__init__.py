@@ -17,17 +17,17 @@ from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import ChunkChoice, QueryOptions
 from kvtool.core.remote.options import ExportOptions, ImportOptions, PullOptions, PushOptions
-from kvtool.core.retrieval.options import RetrievalOptions
+from kvtool.core.retrieval.passages import RetrievalOptions
 from kvtool.core.upkeep.options import ForgetOptions, PruneOptions
 
 if TYPE_CHECKING:
-    from kvtool.core.compress.report import CompressReport
+    from kvtool.core.compress.options import CompressReport
     from kvtool.core.ingest.report import IngestReport
     from kvtool.core.query.conversation import Conversation
     from kvtool.core.query.reply import Reply
     from kvtool.core.query.retrieve import SearchReport
-    from kvtool.core.remote.export import ExportReport
-    from kvtool.core.remote.report import TransferReport
+    from kvtool.core.remote.options import TransferReport
+    from kvtool.core.remote.packs import ExportReport
     from kvtool.core.upkeep.forget import Removal
     from kvtool.core.upkeep.prune import Compacted, PruneReport
 
@@ -130,7 +130,7 @@ class Cache(SharedSession):
     @synchronized()
     def documents(self, *targets: str | Path) -> list[dict[str, Any]]:
         """List documents as `store ls --json` does: all, or those that a path, folder, glob or chunk id selects."""
-        from kvtool.core.upkeep.listing import list_documents, listed
+        from kvtool.core.upkeep.documents import list_documents, listed
 
         with self._exclusive_folder() as folder, Store.open(folder) as store:
             documents: list[dict[str, Any]] = listed(list_documents(store, [*map(str, targets)]))["documents"]
@@ -139,7 +139,7 @@ class Cache(SharedSession):
     @synchronized()
     def stats(self) -> dict[str, Any]:
         """Count documents, chunks, tokens and bytes, by level too, as `store stats` does; sizes are in bytes."""
-        from kvtool.core.upkeep.inventory import sizes_of
+        from kvtool.core.upkeep.plan import sizes_of
 
         with self._exclusive_folder() as folder, Store.open(folder) as store:
             return sizes_of(store)
@@ -172,7 +172,7 @@ class Cache(SharedSession):
     @synchronized(ExportOptions)
     def export(self, pack: str | Path, *, events: Events | None = None, **options: Any) -> ExportReport:
         """Write the store, or a part of it, into one file; `options` are the fields of `ExportOptions`."""
-        from kvtool.core.remote.export import export
+        from kvtool.core.remote.packs import export
 
         with self._exclusive_folder() as folder:
             return export(folder, Path(pack), self._options(ExportOptions, options), self._events(events))
@@ -180,7 +180,7 @@ class Cache(SharedSession):
     @synchronized(ImportOptions)
     def import_(self, pack: str | Path, *, events: Events | None = None, **options: Any) -> TransferReport:
         """Import a pack, or a store's folder, as `store import` does; `options` are the fields of `ImportOptions`."""
-        from kvtool.core.remote.import_ import take
+        from kvtool.core.remote.packs import take
 
         with self._exclusive_folder() as folder:
             return take(folder, Path(pack), self._options(ImportOptions, options), events=self._events(events))
@@ -212,7 +212,7 @@ class Cache(SharedSession):
     @synchronized(LockOptions)
     def set_budget(self, size: int | str | None, **options: Any) -> None:
         """Limit the store to a size (bytes, or text such as `20GB`) from now on; None or "none" lifts the limit."""
-        from kvtool.core.upkeep.budget import keep_budget
+        from kvtool.core.upkeep.prune import keep_budget
 
         with self._exclusive_folder() as folder:
             keep_budget(folder, size, **vars(self._options(LockOptions, options)))

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvtool.core.cache import layout, space, tables
+from kvtool.core.cache import layout, tables
 from kvtool.core.cache.entries import DocumentEntry, FileEntry
 from kvtool.core.cache.tables import Row, RowKey, meta_row, origin_in
 from kvtool.core.cache.tree import check_data_file
@@ -128,7 +128,7 @@ def compact(store: StoreReader) -> int:
     before = old.file_bytes()
     with store.snapshot() as snapshot:
         live = snapshot.live_bytes()
-    space.check_copy(old.generation, live, before)
+    layout.check_copy(old.generation, live, before)
     fresh = layout.next_generation(store.path)
     layout.make_folder(fresh)
     try:

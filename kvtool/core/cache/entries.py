@@ -13,9 +13,9 @@ from typing import Any
 import zstandard
 
 from kvtool.core.cache.identity import HERE, Origin, origin_of
-from kvtool.core.common.json_text import parsed
 from kvtool.core.common.machine import DEVICE_KINDS, NUMBER_FORMATS, Arithmetic
 from kvtool.core.common.marks import Mark, Place, place_of
+from kvtool.core.common.text import parsed
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError
 

@@ -17,11 +17,10 @@ from typing import TypeVar
 
 import lmdb
 
-from kvtool.core.cache import layout, space, tables
+from kvtool.core.cache import layout, tables
 from kvtool.core.cache.entries import load_json
 from kvtool.core.cache.record import Kind, unseal
-from kvtool.core.cache.transaction import Snapshot, Transaction, damage_of
-from kvtool.core.cache.tree import DataFile, check_data_file
+from kvtool.core.cache.tree import DataFile, Snapshot, Transaction, check_data_file, damage_of
 from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError, StoreFormatError
 
 T = TypeVar("T")
@@ -197,12 +196,12 @@ class Environment:
                 return self._write(apply)
             except lmdb.MapFullError as error:
                 raise NoSpaceError(
-                    f"{self.generation}: the map limit of {space.megabytes(self._env.info()['map_size'])} is reached",
+                    f"{self.generation}: the map limit of {layout.megabytes(self._env.info()['map_size'])} is reached",
                     "make room with `kvtool store prune`, or raise KVTOOL_MAP_LIMIT and `ulimit -v`",
                 ) from error
             except lmdb.Error as error:
                 if attempt == _ATTEMPTS - 1 or not self._recover(error):
-                    raise space.explain(error, self.generation, need) from error
+                    raise layout.explain(error, self.generation, need) from error
         raise AssertionError("unreachable")
 
     def _write(self, apply: Callable[[Transaction], T]) -> T:
@@ -248,7 +247,7 @@ class Environment:
         try:
             self._env.copy(os.fspath(folder), compact=True)
         except lmdb.Error as error:
-            raise space.explain(error, self.generation, self.file_bytes()) from error
+            raise layout.explain(error, self.generation, self.file_bytes()) from error
         finally:
             self.leave()
 

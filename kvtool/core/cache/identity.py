@@ -10,8 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from kvtool.core.cache.record import Bytes, Kind, seal, unseal
-from kvtool.core.common.json_text import UNSEEN
-from kvtool.core.common.spelling import normalised
+from kvtool.core.common.text import UNSEEN, normalised
 from kvtool.core.errors import DamagedError, UsageError
 
 ID_BYTES = 20  # blake2b-160

@@ -21,9 +21,8 @@ from kvtool.core.cache.identity import ID_BYTES, unseal_origin
 from kvtool.core.cache.record import Kind, unseal
 from kvtool.core.cache.side_files import damaged_files
 from kvtool.core.cache.store import Store
-from kvtool.core.cache.stretches import missing_parts, named_part, read_row, stretch_keys
-from kvtool.core.cache.tables import RowKey, file_row, level_keys
-from kvtool.core.cache.transaction import Snapshot
+from kvtool.core.cache.tables import RowKey, file_row, level_keys, missing_parts, named_part, read_row, stretch_keys
+from kvtool.core.cache.tree import Snapshot
 from kvtool.core.cache.writer import Writer
 from kvtool.core.common.children import python
 from kvtool.core.errors import DamagedError, KvtoolError

@@ -9,15 +9,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
-from kvtool.core.cache import layout, space, tables
-from kvtool.core.cache.access_log import UseLog, combine_scores, fold_uses, read_log
+from kvtool.core.cache import layout, tables
 from kvtool.core.cache.chunks import ChunkReader
 from kvtool.core.cache.entries import DocumentEntry, FileEntry, load_json
 from kvtool.core.cache.identity import ID_BYTES, ORIGIN, UNKNOWN, Origin, origin_of
 from kvtool.core.cache.record import Kind
-from kvtool.core.cache.side_files import read_json, write_json
-from kvtool.core.cache.stretches import Place, Side, StretchInfo, described, named_part, opened_part, part_key, read_row
-from kvtool.core.cache.transaction import Snapshot, checked_payload, damage_of
+from kvtool.core.cache.side_files import UseLog, combine_scores, fold_uses, read_json, read_log, write_json
+from kvtool.core.cache.tables import Place, Side, StretchInfo, described, named_part, opened_part, part_key, read_row
+from kvtool.core.cache.tree import Snapshot, checked_payload, damage_of
 from kvtool.core.errors import DamagedError, NoSpaceError
 
 _NOTES_SECONDS = 5.0  # maximum age of the notes that a killed session loses
@@ -336,10 +335,10 @@ class StoreReader(ChunkReader):
             "file_bytes": self.environment.file_bytes(),
             "live_bytes": live,
             "free_bytes": self.environment.free_beside(live),
-            "folder_bytes": space.folder_bytes(self.path),
+            "folder_bytes": layout.folder_bytes(self.path),
             "budget": self.budget(),
             "pins": {name: len(rows) for name, rows in self.pins().items()},
-            "disk_free": space.disk_free(self.path),
+            "disk_free": layout.disk_free(self.path),
         }
 
 

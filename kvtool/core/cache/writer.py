@@ -12,16 +12,15 @@ from itertools import chain, islice
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from kvtool.core.cache import space, stretches, tables
-from kvtool.core.cache.access_log import combine_scores, fold_uses, take_log
+from kvtool.core.cache import layout, tables
 from kvtool.core.cache.collect import Documents, compact
 from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry
 from kvtool.core.cache.environment import PAGE_BYTES
 from kvtool.core.cache.identity import ID_BYTES, Origin
 from kvtool.core.cache.record import Bytes, Kind, seal
-from kvtool.core.cache.stretches import Place, StretchInfo
-from kvtool.core.cache.tables import Row, RowKey, chunk_keys, meta_row
-from kvtool.core.cache.transaction import Snapshot, Transaction
+from kvtool.core.cache.side_files import combine_scores, fold_uses, take_log
+from kvtool.core.cache.tables import Place, Row, RowKey, StretchInfo, chunk_keys, meta_row
+from kvtool.core.cache.tree import Snapshot, Transaction
 from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError
 
 if TYPE_CHECKING:
@@ -133,8 +132,8 @@ class Writer:
     def drop_stretches(self, stretch_ids: Iterable[bytes], left: bool = True) -> int:
         """Drop these stretches, and what is `left` of others, which takes reading all names. Returns how many rows."""
         with self.store.environment.read() as snapshot:
-            deletions = {row for stretch in stretch_ids for row in stretches.stretch_keys(snapshot, stretch)}
-            deletions |= {*stretches.left_over(snapshot)} if left else set()
+            deletions = {row for stretch in stretch_ids for row in tables.stretch_keys(snapshot, stretch)}
+            deletions |= {*tables.left_over(snapshot)} if left else set()
         if deletions:
             self.commit([], sorted(deletions), weighed=False)
         return len(deletions)
@@ -171,11 +170,11 @@ class Writer:
         self._tidied = True
         rows: list[Row] = []
         for key, payload in parts:
-            rows.append(stretches.part_row(stretch, key, payload))
+            rows.append(tables.part_row(stretch, key, payload))
             if sum(len(value) for *_, value in rows) >= BATCH_BYTES:
                 self.commit(rows)
                 rows = []
-        self.commit([*rows, stretches.info_row(stretch, info)])
+        self.commit([*rows, tables.info_row(stretch, info)])
 
     def set_manifest(self, manifest: dict[str, Any]) -> None:
         """Replace the manifest. The prompt's former beginning, which no document refers to, is then unreferenced."""
@@ -411,8 +410,8 @@ class Writer:
                 transaction.put(table + key, value)
 
         if need:
-            spare = space.reserve() if self._keeps_reserve else 0
-            space.check_disk(environment.generation, need + _SLACK, environment.free_bytes(), spare)
+            spare = layout.reserve() if self._keeps_reserve else 0
+            layout.check_disk(environment.generation, need + _SLACK, environment.free_bytes(), spare)
             self._check_budget(need, texts)
         environment.write(apply, need + _SLACK)
         self._unindexed += _INDEX_SHARE * texts
@@ -440,15 +439,15 @@ class Writer:
         budget = self._budget()
         if budget is None:
             return
-        used, free = space.folder_bytes(self.store.path), self.store.environment.free_bytes()
+        used, free = layout.folder_bytes(self.store.path), self.store.environment.free_bytes()
         if used - free >= budget.size:
             raise budget.refuse(used, 1, free)
 
-    def _budget(self) -> space.Budget | None:
+    def _budget(self) -> layout.Budget | None:
         if self._max_size is not None:
-            return space.Budget(self._max_size, given=True)
+            return layout.Budget(self._max_size, given=True)
         size = self.store.budget()
-        return None if size is None else space.Budget(size)
+        return None if size is None else layout.Budget(size)
 
     def _check_budget(self, need: int, texts: int) -> None:
         """Refuse what neither fits into free pages nor lets the file grow to the budget at most, less what the index of
@@ -457,7 +456,7 @@ class Writer:
         budget, environment = self._budget(), self.store.environment
         if budget is None:
             return
-        used, allocated = space.folder_bytes(self.store.path), environment.allocated_bytes()
+        used, allocated = layout.folder_bytes(self.store.path), environment.allocated_bytes()
         free, most = environment.free_bytes(), budget.size - (used - environment.file_bytes())
         growth = max(0, need + _TREE_BYTES - free)
         # Removing, too, rewrites tree pages: what has just met the budget may go on.

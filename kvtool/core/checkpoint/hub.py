@@ -32,7 +32,7 @@ from kvtool.core.checkpoint.files import (
     weight_files,
 )
 from kvtool.core.checkpoint.gguf.folder import prepare_folder
-from kvtool.core.common.installing import install_line
+from kvtool.core.common.plugins import install_line
 from kvtool.core.errors import KvtoolError, ModelError, NoSpaceError, did_you_mean
 
 _WANTED = ["config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"]

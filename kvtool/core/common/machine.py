@@ -139,3 +139,25 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return True for an error of Python or torch that says that memory ran out. Torch need not be imported."""
     message = f"{type(error).__name__} {error}".lower()
     return isinstance(error, MemoryError) or any(words in message for words in _NO_MEMORY)
+
+
+ATTENTION, STEPPER = SWITCHES = ("KVTOOL_ATTENTION", "KVTOOL_STEPPER")
+ALLOWED: dict[str, tuple[str, ...]] = {
+    ATTENTION: ("triton", "flash", "sdpa", "eager"),  # those of `kernels/attention/dispatch.py`
+    STEPPER: ("native", "torch"),
+}
+
+
+def asked(variable: str) -> str:
+    """Return the value of one of SWITCHES; "" if it is not set. Raises UsageError."""
+    value = os.environ.get(variable, "")
+    if value and value not in ALLOWED[variable]:
+        hint = did_you_mean(value, ALLOWED[variable]) or f"unset {variable}, and the fastest is taken"
+        raise UsageError(f"{variable}={value!r} is none of {', '.join(ALLOWED[variable])}", hint)
+    return value
+
+
+def check_switches() -> None:
+    for variable in SWITCHES:
+        asked(variable)
+    cpu_features()

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
+import shutil
 import sys
 from collections.abc import Container, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from kvtool.core.errors import KvtoolError
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
+
 
 Group = Literal["readers", "embedders", "selectors", "blobs"]
 GROUPS: tuple[Group, ...] = get_args(Group)  # each as `kvtool.readers`, …
@@ -117,3 +121,21 @@ def _is_any_named() -> bool:
                     if b"[kvtool." in file.read():
                         return True
     return False
+
+
+def install_line(*requirements: str) -> str:
+    """Command that installs into kvtool's environment, which pipx or `uv tool` may own. `requirements`: quoted."""
+    home = Path(sys.prefix)
+    if (home / "pipx_metadata.json").is_file():
+        command = f"pipx runpip {shlex.quote(home.name)} install"
+    elif (home / "uv-receipt.toml").is_file():
+        command = f"uv pip install --python {shlex.quote(sys.prefix)}"
+    elif shutil.which("pip") == str(home / "bin" / "pip"):
+        command = "pip install"
+    else:  # the environment is not activated
+        command = f"{shlex.quote(sys.executable)} -m pip install"
+    return " ".join((command, *requirements))
+
+
+def extra_line(extra: str) -> str:
+    return install_line(f"'kvtool[{extra}]'")

@@ -33,13 +33,11 @@ from kvtool.core.kernels.attention.eager import attention_weights
 from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
 from kvtool.core.kernels.rope import RopeTables
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.model.hf.attention import running
-from kvtool.core.model.hf.mla import joined
-from kvtool.core.model.hf.modules import cache_name
-from kvtool.core.model.kinds import LayerKind
-from kvtool.core.model.passes import Pass
+from kvtool.core.model.forward import Pass
+from kvtool.core.model.hf.modules import cache_name, joined, running
 from kvtool.core.model.prefill import ChunkKV
 from kvtool.core.model.prompt import PromptParts, question_tokens
+from kvtool.core.model.prompt_cache import LayerKind
 from kvtool.core.records.encode import encoder_threads
 from kvtool.core.records.read import exact_level, read_chunk, read_records, stored_shape
 from kvtool.core.session.identity import ProfileCache, store_identity

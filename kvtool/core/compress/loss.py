@@ -22,11 +22,11 @@ from kvtool.core.errors import DamagedError
 from kvtool.core.evaluate.measures import Row, means, score
 from kvtool.core.evaluate.reference import Reference
 from kvtool.core.fusion.engine import Fused, fuse
-from kvtool.core.fusion.loader import KVSource, ReadStats, RecordMissing
 from kvtool.core.fusion.plan import Candidate, Plan, Segment, build_plan
 from kvtool.core.fusion.selectors.union import Union
+from kvtool.core.fusion.source import KVSource, ReadStats, RecordMissing
 from kvtool.core.model.generate import Generated
-from kvtool.core.records.heavy_hitters import heaviest, repeated
+from kvtool.core.records.encode import heaviest, repeated
 from kvtool.core.records.read import exact_level
 from kvtool.core.session.session import Session
 

@@ -11,7 +11,7 @@ from enum import StrEnum
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
-from kvtool.core.common.spelling import as_on_disk
+from kvtool.core.common.text import as_on_disk
 from kvtool.core.corpus.ignoring import OWN, Roots, Rules, is_hidden, is_lock, is_secret
 from kvtool.core.corpus.options import Shard
 from kvtool.core.corpus.readers import kind_of

@@ -13,16 +13,14 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from kvtool.core.common.timeline import Timeline, add_span
-from kvtool.core.fusion.cost import MOST_ASKING
-from kvtool.core.fusion.loader import KVSource, RecordMissing
-from kvtool.core.fusion.placing import Loader
-from kvtool.core.fusion.plan import Plan, Segment
+from kvtool.core.common.types import Timeline, add_span
+from kvtool.core.fusion.loader import Loader
+from kvtool.core.fusion.plan import MOST_ASKING, Plan, Segment
 from kvtool.core.fusion.selectors.base import Pooling, QuestionWatch, Selector
 from kvtool.core.fusion.shift import Shift, Shifted
-from kvtool.core.model.attention import QueryRows
+from kvtool.core.fusion.source import KVSource, RecordMissing
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.model.passes import OnLayer
+from kvtool.core.model.forward import OnLayer, QueryRows
 from kvtool.core.model.prompt_cache import PromptCache
 
 

@@ -3,10 +3,14 @@ reads and computes for it, and its time on this machine. `session/speeds.py` mea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 
 from kvtool.core.cache.identity import ids_digest
@@ -16,6 +20,7 @@ from kvtool.core.records.read import Unusable, read_stored_rows
 
 if TYPE_CHECKING:
     from kvtool.core.cache.chunks import ChunkReader
+
 
 Status = Literal["hit", "exact", "miss", "fresh", "resident"]
 
@@ -219,3 +224,186 @@ def as_resident(segments: Sequence[Segment], appended: Sequence[int] = ()) -> Ca
     there = [position for segment in segments for position in segment.positions]
     grown = range(len(ids), len(ids) + len(appended))
     return Candidate((*ids, *appended), stored_rows=(*there, *grown) if len(there) < len(ids) else None)
+
+
+MEMORY = "memory"  # among the levels: KV that is held decoded, which only has to be placed and rotated
+# Kinds of cached segments (fusion/plan.py); `leading` are exact ones with nothing else before them.
+Kind = Literal["leading", "exact", "hit"]
+CACHED: tuple[Kind, ...] = ("leading", "exact", "hit")
+MOST_ASKING = 256  # tokens of a question whose attention ranks the passages' rows: its last ones
+_COMPUTED = ("fresh", "hole")  # computed by every mode: the question and the holes
+
+
+@dataclass(frozen=True, slots=True)
+class PassSpeed:
+    """Seconds of one pass: `fixed` (weights read, calls made), plus `row` for each row and `key` for each seen key."""
+
+    fixed: float
+    row: float
+    key: float
+
+    def seconds(self, rows: float, keys: float) -> float:
+        return self.fixed + self.row * rows + self.key * keys
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSpeed:
+    """Seconds of reading, decoding, uploading and rotating all layers: `fixed`, plus `token` for each token. `busy`:
+    number of cores that are busy meanwhile. `bytes_per_second`: raw-equivalent KV; only shown to users."""
+
+    fixed: float
+    token: float
+    busy: float
+    bytes_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    seconds: float
+    core_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """Speeds of a machine, device, model and dtype; `loads` by codec level and `MEMORY`. `cores`: of this process;
+    `threads`: of a pass. `own_memory`: True for a GPU, whose loading takes no core from the compute."""
+
+    passes: PassSpeed
+    loads: Mapping[str, LoadSpeed]
+    layers: int
+    cores: int = 1
+    threads: int = 1
+    own_memory: bool = False
+
+    def load(self, tokens: Mapping[str, float]) -> Load:
+        seconds = {level: self.loads[level].fixed + self.loads[level].token * n for level, n in tokens.items() if n}
+        busy = sum(self.loads[level].busy * took for level, took in seconds.items())
+        return Load(sum(seconds.values()), busy)
+
+    def overlapped(self, load: Load, compute: float) -> float:
+        """Estimate a pass whose layers are loaded while earlier ones compute (CacheBlend, section 5). The first layer
+        loads before it computes, the last one computes after it is loaded. On the CPU both share the cores: the time is
+        at least the core-seconds of both, divided by the cores."""
+        overlapped = max(load.seconds + compute / self.layers, load.seconds / self.layers + compute)
+        if self.own_memory:
+            return overlapped
+        return max(overlapped, (load.core_seconds + compute * self.threads) / max(self.cores, self.threads))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"pass": asdict(self.passes), "loads": {level: asdict(speed) for level, speed in self.loads.items()}}
+
+
+def read_numbers(kind: type[PassSpeed] | type[LoadSpeed], row: Any) -> Any:
+    """Read a speed from its JSON. Raises ValueError, TypeError or KeyError for anything else."""
+    values = {name: float(row[name]) for name in kind.__slots__}
+    if not all(math.isfinite(value) and value >= 0 for value in values.values()):
+        raise ValueError("a speed is a finite number")
+    return kind(**values)
+
+
+def fit_pass(samples: Sequence[tuple[float, float, float]]) -> PassSpeed:
+    coefficients = fit([(1.0, rows, keys) for rows, keys, _ in samples], [seconds for *_, seconds in samples])
+    return PassSpeed(*coefficients)
+
+
+def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+    """Fit coefficients by non-negative least squares of the relative error; one for each column. All sets of non-zero
+    columns are tried, since there are at most three."""
+    target = np.asarray(seconds, dtype=float)
+    matrix = np.asarray(rows, dtype=float) / target[:, None]
+    count = matrix.shape[1]
+    best, error = np.zeros(count), math.inf
+    for used in (used for size in range(count) for used in itertools.combinations(range(count), size + 1)):
+        part = matrix[:, used]
+        scale = np.abs(part).max(0)
+        solution = np.linalg.lstsq(part / scale, np.ones(len(target)), rcond=None)[0] / scale
+        residual = float(np.square(part @ solution - 1).sum())
+        if (solution >= 0).all() and residual < error - 1e-9:
+            best, error = np.zeros(count), residual
+            best[list(used)] = solution
+    return [float(coefficient) for coefficient in best]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A segment of the prompt. `level`: of its records; None if it is not stored. `in_memory`: so that nothing is
+    read. `dropped`: tokens whose rows are not stored: they are not read, and no ratio is a share of them."""
+
+    tokens: int
+    status: str
+    level: str | None = None
+    in_memory: bool = False
+    dropped: int = 0
+
+    @classmethod
+    def of(cls, segment: Segment, in_memory: bool = False) -> Span:
+        if not segment.cached:
+            return cls(len(segment.ids), segment.status, in_memory=in_memory)
+        source = segment.source
+        gone = len(source.ids) - len(source.rows)
+        return cls(len(source.ids), segment.status, source.level, in_memory, gone)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The work of a mode in addition to the question and the holes: it `reads` and `computes` (whole) kinds of cached
+    segments. `overlapped`: further rows of hits that are computed while loading, the mean over the layers. `after`:
+    rows of hits that a second pass computes, after the question's own pass has seen all that is loaded."""
+
+    reads: tuple[Kind, ...] = CACHED
+    computes: tuple[Kind, ...] = ()
+    overlapped: float = 0.0
+    after: int = 0
+
+
+class PromptRows:
+    """Rows of a planned prompt, counted by kind; segments at a level that could not be measured are holes. `context`:
+    cached tokens of chunks, which a ratio is a share of. `hit_chunks`: tokens of each hit. `holes`: True if a segment
+    that should be stored is not."""
+
+    def __init__(self, spans: Sequence[Span], speeds: Speeds) -> None:
+        self._speeds = speeds
+        self._rows, self._keys = Counter[str](), Counter[str]()
+        self._stored: defaultdict[str, Counter[str]] = defaultdict(Counter)  # tokens by kind, by level
+        self.layers = speeds.layers
+        self.context = 0
+        self.hit_chunks: list[int] = []
+        self.holes = any(span.status == "miss" and span.tokens for span in spans)
+        start, leading = 0, True
+        for number, span in enumerate(spans):
+            cached = span.status in ("hit", "exact") and span.level in speeds.loads
+            status = span.status if cached or span.status == "fresh" else "hole"
+            leading = leading and status == "exact"
+            kind = "leading" if leading else status
+            self._rows[kind] += span.tokens
+            self._keys[kind] += _keys_seen(start, span.tokens)
+            there = span.tokens - span.dropped
+            if cached and span.level is not None:
+                self._stored[kind][span.level] += 0 if span.in_memory else there
+                self.context += there if number else 0
+            if number and status == "hit":
+                self.hit_chunks.append(there)
+            start += span.tokens
+        self.length, self.hits = start, self._rows["hit"]
+
+    def load(self, *kinds: str) -> Load:
+        return self._speeds.load(sum((self._stored[kind] for kind in kinds), Counter[str]()))
+
+    def seconds(self, cost: Cost) -> float:
+        """Estimate the seconds from the planned prompt to the first token. The question's own pass skips the LM head
+        and sums up its attention; it counts as much as any other pass."""
+        after = self._pass(("fresh",), min(cost.after, self.hits)) if cost.after else 0.0
+        first = self._pass((*_COMPUTED, *cost.computes), min(cost.overlapped, self.hits), asks=bool(after))
+        return self._speeds.overlapped(self.load(*cost.reads), first) + after
+
+    def _pass(self, kinds: Sequence[str], hits: float = 0.0, asks: bool = False) -> float:
+        """Estimate a pass over all rows of these kinds and some hits. `asks`: of the question, only rows that rank."""
+        rows, keys = (sum(counts[kind] for kind in kinds) for counts in (self._rows, self._keys))
+        if asks and (cut := self._rows["fresh"] - MOST_ASKING) > 0:
+            rows, keys = rows - cut, keys - _keys_seen(self.length - cut, cut)
+        share = hits / self.hits if hits else 0.0
+        return self._speeds.passes.seconds(rows + hits, keys + share * self._keys["hit"])
+
+
+def _keys_seen(start: int, tokens: int) -> int:
+    return tokens * start + tokens * (tokens + 1) // 2

@@ -19,18 +19,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvtool.core.cache.stretches import Place, StretchInfo
+from kvtool.core.cache.tables import Place, StretchInfo
 from kvtool.core.codec.base import DTYPES, NAMES
-from kvtool.core.common.timeline import Timeline, add_span
+from kvtool.core.common.types import Timeline, add_span
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.engine import Fused, FuseTiming, TokenCounts
 from kvtool.core.fusion.plan import Plan, Segment
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.shift import Shifted
-from kvtool.core.model.attention import QueryRows
-from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.decoder import Decoder, has_state, is_recurrent
+from kvtool.core.model.forward import QueryRows
 from kvtool.core.model.prompt_cache import BufferLayer
-from kvtool.core.model.recurrent import has_state, is_recurrent
 from kvtool.core.records.encode import check_float16_range
 
 if TYPE_CHECKING:

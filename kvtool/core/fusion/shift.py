@@ -15,12 +15,12 @@ import numpy as np
 import torch
 
 from kvtool.core.codec.base import LayerKV
-from kvtool.core.fusion.placing import Loader
+from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.kernels.rope import RopeTables
 from kvtool.core.kernels.shift import ShiftKernel, ShiftSpans, shift_kernel
-from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.forward import QueryRows
 from kvtool.core.model.prompt_cache import BufferLayer, PromptCache
 from kvtool.core.model.rope import Rotary
 

@@ -18,11 +18,9 @@ from kvtool.core.codec.levels import check_level, level_of
 from kvtool.core.common.types import Events, Warn
 from kvtool.core.corpus.reading import Reading
 from kvtool.core.errors import DamagedError, ModelError, StoreNotFoundError, UsageError
-from kvtool.core.ingest.account import Account, free_bytes, kv_bytes_a_token, seconds_a_token
-from kvtool.core.ingest.choices import Choices
 from kvtool.core.ingest.options import IngestOptions
-from kvtool.core.ingest.report import Forecast, IngestReport
-from kvtool.core.ingest.stream import NewChunks, Stream
+from kvtool.core.ingest.report import Account, Forecast, IngestReport, free_bytes, kv_bytes_a_token, seconds_a_token
+from kvtool.core.ingest.stream import Choices, NewChunks, Stream
 from kvtool.core.ingest.survey import PreparedFile
 from kvtool.core.session.identity import MeasuredLosses, lead_ins_of
 

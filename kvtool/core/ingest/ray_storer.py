@@ -24,13 +24,13 @@ from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import level_of
 from kvtool.core.codec.profile import Profile
-from kvtool.core.common.installing import extra_line
-from kvtool.core.common.sizes import counted
+from kvtool.core.common.plugins import extra_line
+from kvtool.core.common.text import counted
 from kvtool.core.errors import KvtoolError, UsageError
-from kvtool.core.ingest.account import Account
-from kvtool.core.ingest.choices import Choices
 from kvtool.core.ingest.options import IngestOptions
+from kvtool.core.ingest.report import Account
 from kvtool.core.ingest.storer import Batch, Storer
+from kvtool.core.ingest.stream import Choices
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.records.encode import ChunkRecords, LeadIns, make

@@ -2,15 +2,30 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from mimetypes import guess_type
 from pathlib import Path
 from typing import Any, Literal
 
-from kvtool.core.common.sizes import shown_size
+from kvtool.core.cache.entries import ChunkSpec, FileEntry
+from kvtool.core.cache.layout import disk_free
+from kvtool.core.cache.store import Store
+from kvtool.core.common.machine import cores, cpu_name
+from kvtool.core.common.text import parsed, shown_size
 from kvtool.core.common.types import Events
-from kvtool.core.corpus.walk import Skip
-from kvtool.core.errors import UsageError
+from kvtool.core.corpus.readers import ending_of, is_bounded
+from kvtool.core.corpus.readers.document import EXTRA
+from kvtool.core.corpus.walk import Failure, FoundFile, Skip, Skipped, places
+from kvtool.core.errors import KvtoolError, UsageError
+from kvtool.core.ingest.options import IngestOptions
+from kvtool.core.ingest.survey import PreparedFile
+from kvtool.core.session.identity import StoreIdentity
 
 PHASES = {
     "model_download": "downloading the model, once",
@@ -153,3 +168,189 @@ class EventLog:
 
     def close(self) -> None:
         os.close(self._file)
+
+
+class Account:
+    def __init__(self, options: IngestOptions, events: Events) -> None:
+        self.report = IngestReport(dry_run=options.dry_run)
+        self.events = events
+        self._fail_fast = not options.continue_on_error
+        self.wanted = 0  # tokens that have to be computed, of the files that are read
+        self._estimate = Estimate(())
+        self._computes = False  # whether progress is counted in tokens
+        self._computed = 0  # tokens
+        self._began = self._computed_at = 0.0  # seconds of the first and the last of them
+        self._options = options
+        self._named = {str(place) for path in options.paths for place in places(path)}
+
+    @contextmanager
+    def phase(self, name: str, reported: bool = True) -> Iterator[None]:
+        """Time a phase of the run, and report it unless the code inside does; a nested phase counts only for itself."""
+        if reported:
+            self.events.status(PHASES[name])
+        phases = self.report.phases
+        started, others = time.perf_counter(), sum(phases.values())
+        try:
+            yield
+        finally:
+            within = sum(phases.values()) - others
+            phases[name] = phases.get(name, 0.0) + time.perf_counter() - started - within
+
+    def warn(self, text: str, hint: str = "") -> None:
+        self.report.warnings.append(text)
+        self.events.warn(text, hint)
+
+    def skip(self, skipped: Skipped) -> None:
+        self.report.skipped[skipped.kind.value] += 1
+        if skipped.kind is Skip.UNSUPPORTED:
+            self.report.unsupported[skipped.what] = self.report.unsupported.get(skipped.what, 0) + 1
+        if skipped.kind is Skip.UNINSTALLED and self.report.skipped[skipped.kind.value] == 1:
+            self.warn(f"{skipped.path} and its like are skipped: {skipped.reason.partition(' (')[0]}", EXTRA)
+        elif skipped.path in self._named:
+            self.warn(f"skipped {skipped.path}: {skipped.reason}")
+        else:
+            self.events.skipped(skipped.path, skipped.reason)
+
+    def fail(self, failure: Failure) -> None:
+        """Count a file that failed; one that failed the same way before is only noted. `--fail-fast` raises."""
+        row = {"path": failure.path, "error": failure.error}
+        if failure.known:
+            self.report.known_failures.append(row)
+            self.events.skipped(failure.path, f"{failure.error}, as before")
+            return
+        if self._fail_fast:
+            raise KvtoolError(
+                f"{failure.path}: {failure.error}", "without --fail-fast the other files are ingested all the same"
+            )
+        self.report.documents.failed += 1
+        self.report.failures.append(row)
+        self.events.failed(failure.path, failure.error)
+
+    def begin(self, files: Sequence[FoundFile]) -> None:
+        self._estimate = Estimate(files)
+        if not self.report.dry_run:
+            self.events.step("reading files", len(files), "files")
+
+    def leave_out(self, path: str) -> None:
+        self._estimate.pass_by(path)
+
+    def look_at(self, path: str) -> None:
+        known = self._estimate.pass_by(path)
+        if self._computes:
+            self.events.expect(self.expected)
+        elif known:
+            self.events.advance(1)
+
+    def want(self, file: PreparedFile, new: Sequence[ChunkSpec]) -> None:
+        tokens = sum(len(chunk.ids) for chunk in new)
+        self._estimate.learn(file.entry.path, file.entry.size, tokens)
+        self.wanted += tokens
+        if self._computes:
+            self.events.expect(self.expected)
+
+    @property
+    def expected(self) -> int:
+        return self.wanted + self._estimate.tokens
+
+    def begin_computing(self) -> None:
+        if not self._computes and not self.report.dry_run:
+            self._computes, self._began = True, time.monotonic()
+            self.events.step("computing KV", max(1, self.expected), "tokens")
+
+    def computed(self, chunks: Sequence[ChunkSpec]) -> None:
+        tokens = sum(len(chunk.ids) for chunk in chunks)
+        self._computed += tokens
+        self._computed_at = time.monotonic()
+        self.events.advance(tokens)
+
+    def remember_speed(self, store: Store, fingerprint: str) -> None:
+        seconds = self._computed_at - self._began
+        if self._computed >= _MIN_TOKENS and seconds > 0:
+            speed = {"tokens_per_second": self._computed / seconds}
+            store.write_side(_SPEED, _marks(fingerprint, self._options) | speed)
+
+    def resolve(self, identity: StoreIdentity, model: str, device: str, dtype: str) -> None:
+        kept = {"store_dtype": identity.dtype, "fingerprint": identity.fingerprint, "lead_in": identity.lead_in.mode}
+        self.report.resolved = {"model": model, "device": device, "dtype": dtype, **kept}
+
+    def unchanged(self, entry: FileEntry) -> None:
+        self.report.documents.unchanged += len(entry.documents)
+
+    def count_file(self, file: PreparedFile) -> None:
+        self.report.documents.added += len(file.documents) if file.is_new else 0
+        self.report.documents.changed += 0 if file.is_new else len(file.documents)
+        self.events.took(file.entry.path, "added" if file.is_new else "changed", len(file.chunks))
+
+    def removed(self, entry: FileEntry) -> None:
+        self.report.documents.removed += len(entry.documents)
+        self.events.took(entry.path, "removed", 0)
+
+
+_SPEED, _FORMAT = "speeds/ingest.json", 1
+_MIN_TOKENS = 1000  # of a run whose speed is worth remembering
+_BYTES_A_TOKEN, _PACKED_BYTES_A_TOKEN = 4.0, 20.0  # of a file; of a PDF or an office document
+_WEIGHT = 20_000  # bytes of files that this guess counts for
+_LIKELY = 1 << 20  # bytes of a file of an unknown kind that may be text
+_NO_TEXT = ("image/", "audio/", "video/", "font/", "application/octet-stream", "application/zip")
+
+
+class Estimate:
+    """Estimate of the tokens of unread files, from read files with the same ending."""
+
+    def __init__(self, files: Iterable[FoundFile]) -> None:
+        self._left = Counter[str]()  # bytes by ending
+        self._counted: dict[str, int] = {}
+        self._read, self._tokens = Counter[str](), Counter[str]()
+        for file in files:
+            kind = guess_type(file.name)[0] or ""
+            size = 0 if file.guessed and (file.size > _LIKELY or kind.startswith(_NO_TEXT)) else file.size
+            self._left[ending_of(file.path)] += size
+            self._counted[file.name] = size
+
+    def pass_by(self, name: str) -> bool:
+        size = self._counted.pop(name, None)
+        self._left[ending_of(Path(name))] -= size or 0
+        return size is not None
+
+    def learn(self, name: str, size: int, tokens: int) -> None:
+        ending = ending_of(Path(name))
+        self._read[ending] += size
+        self._tokens[ending] += tokens
+
+    @property
+    def tokens(self) -> int:
+        return round(sum(size * self._per_byte(ending) for ending, size in self._left.items() if size > 0))
+
+    def _per_byte(self, ending: str) -> float:
+        guess = _PACKED_BYTES_A_TOKEN if is_bounded(Path(f"a{ending}"), 0) else _BYTES_A_TOKEN
+        return (self._tokens[ending] + _WEIGHT / guess) / (self._read[ending] + _WEIGHT)
+
+
+def kv_bytes_a_token(folder: Path, dtype: str) -> int:
+    """Return the approximate KV bytes of a token; 0 if unknown. `transformers` would import torch."""
+    try:
+        config = parsed((folder / "config.json").read_bytes())
+        config = config.get("text_config") or config
+        heads, of_queries = (config.get(name) for name in ("num_key_value_heads", "num_attention_heads"))
+        width = config.get("head_dim") or config["hidden_size"] // of_queries
+        layers = config["num_hidden_layers"] - (config.get("num_kv_shared_layers") or 0)
+        return int(2 * layers * (heads or of_queries) * width * (4 if dtype == "float32" else 2))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError):
+        return 0
+
+
+def free_bytes(path: Path) -> int:
+    """Return the free bytes of the disk that a path, which may not exist yet, is on."""
+    return disk_free(next(place for place in (path.absolute(), *path.absolute().parents) if place.is_dir()))
+
+
+def seconds_a_token(store: Store | None, fingerprint: str, options: IngestOptions) -> float | None:
+    """Read the speed of the last ingest on this machine; None: unknown."""
+    speed = store.read_side(_SPEED, **_marks(fingerprint, options)).get("tokens_per_second") if store else None
+    return 1 / speed if isinstance(speed, float) and speed > 0 else None
+
+
+def _marks(fingerprint: str, options: IngestOptions) -> dict[str, Any]:
+    machine = [platform.node(), cpu_name(), cores()]
+    marks = {"format": _FORMAT, "fingerprint": fingerprint, "machine": machine}
+    return marks | {"device": options.device, "dtype": options.dtype}

@@ -16,7 +16,7 @@ from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import level_of
 from kvtool.core.codec.profile import Profile
 from kvtool.core.errors import UsageError
-from kvtool.core.ingest.account import Account
+from kvtool.core.ingest.report import Account
 from kvtool.core.ingest.survey import PreparedFile
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.records.encode import ChunkRecords, LeadIns, PrefilledChunk, encode, encoder_threads, prefill

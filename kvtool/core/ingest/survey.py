@@ -33,7 +33,7 @@ from kvtool.core.corpus.readers.document import (
     SecretFile,
     UnreadableFile,
 )
-from kvtool.core.corpus.readers.unknown import SNIFFED, check, check_text
+from kvtool.core.corpus.readers.text import SNIFFED, check, check_text
 from kvtool.core.corpus.reading import Reading
 from kvtool.core.corpus.tables import split_document
 from kvtool.core.corpus.walk import Failure, FoundFile, Skip, Skipped, places

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from kvtool.core.common.spelling import as_on_disk
+from kvtool.core.common.text import as_on_disk
 from kvtool.core.common.types import Events
 from kvtool.core.errors import KvtoolError, NoSpaceError, StoreLockedError, UsageError
 from kvtool.core.ingest.job import KeptModel, ingest, is_new

@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
-from kvtool.core.common.installing import install_line
+from kvtool.core.common.plugins import install_line
 from kvtool.core.errors import KvtoolError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
@@ -14,18 +14,17 @@ from kvtool.core.checkpoint.load import Loaded
 from kvtool.core.common.collecting import quiet
 from kvtool.core.common.machine import is_out_of_memory
 from kvtool.core.errors import KvtoolError, ModelError
-from kvtool.core.model.attention import PlacedRows, QueryRows
 from kvtool.core.model.cpu_layer import cpu_forward
 from kvtool.core.model.cuda_layer import cuda_forward
-from kvtool.core.model.forward import Forward
+from kvtool.core.model.forward import NOTHING, Forward, OnLayer, Pass, PlacedRows, QueryRows
 from kvtool.core.model.hf.adapter import HfForward
-from kvtool.core.model.passes import NOTHING, OnLayer, Pass
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.model.spec import ModelSpec, UnsupportedArchitecture, read_model_spec
 from kvtool.core.model.stack import DecoderStack
 
 if TYPE_CHECKING:
-    from kvtool.core.model.hf.states import StateForms
+    from kvtool.core.model.hf.states import StateCache, StateForms, StateLayer
+
 
 _PIECE = 512  # rows that are appended to a cache at once
 _OTHERWISE = "the model keeps its state in a way of its own; that would need a layer of the prompt cache for it"
@@ -161,3 +160,14 @@ def out_of_memory_hint(rows: int) -> Iterator[None]:
             raise
         elsewhere = " or --device cpu" if isinstance(error, torch.OutOfMemoryError) else ""
         raise KvtoolError(f"out of memory computing {rows} rows", f"use fewer chunks (--top-k){elsewhere}") from error
+
+
+# Asked without importing transformers.
+
+
+def is_recurrent(cache: PromptCache | None) -> TypeGuard[StateCache]:
+    return cache is not None and cache.is_recurrent
+
+
+def has_state(layer: Any) -> TypeGuard[StateLayer]:
+    return hasattr(layer, "states")

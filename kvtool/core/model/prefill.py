@@ -10,10 +10,9 @@ from itertools import chain
 import torch
 
 from kvtool.core.common.types import Ids
-from kvtool.core.model.attention import ChunkWatch, PackedChunks
 from kvtool.core.model.decoder import Decoder, out_of_memory_hint
-from kvtool.core.model.kinds import KVShape
-from kvtool.core.model.passes import OnLayer, Pass
+from kvtool.core.model.forward import ChunkWatch, OnLayer, PackedChunks, Pass
+from kvtool.core.model.prompt_cache import KVShape
 
 MARGINS = 64, 16  # bytes before and behind a chunk's keys and values at a layer, for a record's header and digest
 _LEAST_ROWS = 16  # a single row would take a matrix-vector kernel, whose sums round otherwise

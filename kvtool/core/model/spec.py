@@ -20,7 +20,7 @@ from kvtool.core.errors import ModelError
 from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.kernels.rope import RopeTables
 from kvtool.core.model.forward import Map
-from kvtool.core.model.kinds import LayerKind, angles_of, rotary_of
+from kvtool.core.model.prompt_cache import LayerKind, angles_of, rotary_of
 
 if TYPE_CHECKING:
     from kvtool.core.model.stack import DecoderStack

@@ -19,8 +19,7 @@ from kvtool.core.checkpoint.support import ONLY_EXACTLY, context_limit, keeps_st
 from kvtool.core.errors import DamagedError, ModelError, UsageError
 from kvtool.core.kernels.attention import dispatch
 from kvtool.core.model.hf.probing import probed
-from kvtool.core.model.kinds import KVShape, outline_of
-from kvtool.core.model.prompt_cache import BufferLayer, PromptCache
+from kvtool.core.model.prompt_cache import BufferLayer, KVShape, PromptCache, outline_of
 from kvtool.core.model.rope import Rotary, layout_of
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from kvtool.core.common.sizes import seconds, size_in_bytes
+from kvtool.core.common.text import seconds, size_in_bytes
 from kvtool.core.common.urls import scrubbed
 from kvtool.core.errors import UsageError, did_you_mean
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from kvtool.core.common.timeline import add_span
+from kvtool.core.common.types import add_span
 from kvtool.core.evaluate.measures import score
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.options import selector_for
@@ -18,15 +18,12 @@ from kvtool.core.model.constraint import Constraint
 from kvtool.core.model.decode.native import prepare_compiled_model
 from kvtool.core.model.generate import Generated, Sampling, first_token, follow, generate, stop_ids
 from kvtool.core.query.auto import Decision, choose
-from kvtool.core.query.cite import cite
-from kvtool.core.query.explain import explain
-from kvtool.core.query.iterative import Outcome, fuse_prompt, store_chunks
+from kvtool.core.query.explain import cite, explain
+from kvtool.core.query.fuse_prompt import Outcome, fuse_prompt, store_checkpoints, store_chunks
 from kvtool.core.query.options import LoadOptions, QueryOptions
 from kvtool.core.query.prompt import Marks, PromptLayout, PromptSource, lay_out, lay_out_messages, plan_marks
-from kvtool.core.query.recurrent import store_checkpoints
 from kvtool.core.query.reply import Reply, ReplyChunk, Request, Verified
-from kvtool.core.query.retrieve import Retrieved, retrieve
-from kvtool.core.query.staleness import with_changes
+from kvtool.core.query.retrieve import Retrieved, retrieve, with_changes
 from kvtool.core.query.streaming import fetch_prompt
 
 if TYPE_CHECKING:

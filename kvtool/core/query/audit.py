@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import MISSING, fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from kvtool.core.common.timeline import add_span
+from kvtool.core.common.types import add_span
 from kvtool.core.errors import KvtoolError
-from kvtool.core.evaluate.audits import Audit, is_drawn, keep_audit, shortened
+from kvtool.core.evaluate.measures import Audit, is_drawn, keep_audit, shortened
 from kvtool.core.evaluate.reference import SAME, Reference
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
@@ -22,8 +22,8 @@ from kvtool.core.fusion.selectors import REFERENCE
 from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.model.decoder import out_of_memory_hint
 from kvtool.core.query.answer import answer
+from kvtool.core.query.fuse_prompt import fuse_after_checkpoints
 from kvtool.core.query.options import QueryOptions
-from kvtool.core.query.recurrent import fuse_after_checkpoints
 from kvtool.core.query.reply import Reply, Request
 from kvtool.core.query.retrieve import Retrieved
 from kvtool.core.session.session import Session

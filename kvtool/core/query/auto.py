@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvtool.core.codec.levels import known
-from kvtool.core.fusion.cost import CACHED, PromptRows, Span, Speeds
 from kvtool.core.fusion.options import selector_for
+from kvtool.core.fusion.plan import CACHED, PromptRows, Span, Speeds
 from kvtool.core.fusion.selectors import SELECTORS, WEIGHED
 from kvtool.core.query.prompt import PromptLayout, lay_out_at
 from kvtool.core.session.identity import allowed_levels

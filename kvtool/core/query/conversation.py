@@ -18,9 +18,9 @@ from kvtool.core.errors import ContextFullError, DamagedError, KvtoolError, Usag
 from kvtool.core.fusion.engine import copied
 from kvtool.core.fusion.plan import Candidate, Plan, as_resident
 from kvtool.core.fusion.selectors import REFERENCE
+from kvtool.core.model.decoder import is_recurrent
 from kvtool.core.model.generate import Generated
 from kvtool.core.model.prompt import RESULT, question_tokens, said_tokens, turn_header
-from kvtool.core.model.recurrent import is_recurrent
 from kvtool.core.query.answer import Check, OnText, PreparedAnswer, load_and_fuse
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.prompt import (

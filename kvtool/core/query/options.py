@@ -12,7 +12,7 @@ from kvtool.core.fusion.options import FUSION, INSIDE, FusionOptions
 from kvtool.core.fusion.selectors import AUTO, MODES, parameters_of_mode
 from kvtool.core.model.options import ANSWER, SamplingOptions, system_option
 from kvtool.core.options.option import Option, Options, option, options_of
-from kvtool.core.retrieval.options import CHUNKS, RetrievalOptions
+from kvtool.core.retrieval.passages import CHUNKS, RetrievalOptions
 
 if TYPE_CHECKING:
     from kvtool.core.session.identity import StoreIdentity

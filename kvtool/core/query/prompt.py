@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvtool.core.cache.identity import ids_digest
 from kvtool.core.cache.layout import REPAIR
 from kvtool.core.codec.levels import enough_loss, known, whole
-from kvtool.core.common.timeline import add_span
-from kvtool.core.common.types import Ids
+from kvtool.core.common.types import Ids, add_span
 from kvtool.core.errors import ContextFullError, DamagedError, NothingFoundError, UsageError
 from kvtool.core.fusion.plan import Candidate, Part, Plan, Segment, build_plan, extend_plan, with_stored_rows
 from kvtool.core.model.options import ORDINARY
@@ -36,7 +35,7 @@ from kvtool.core.session.identity import smallest_allowed
 
 if TYPE_CHECKING:
     from kvtool.core.cache.entries import ChunkInfo
-    from kvtool.core.fusion.loader import KVSource
+    from kvtool.core.fusion.source import KVSource
     from kvtool.core.model.prompt_cache import PromptCache
     from kvtool.core.session.session import Session
 

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtool.core.common.json_text import parsed
 from kvtool.core.common.marks import Place
+from kvtool.core.common.text import parsed
 from kvtool.core.errors import UsageError
 from kvtool.core.evaluate.measures import MEASURES, Row, means, medians
 from kvtool.core.fusion.selectors import AUTO

@@ -21,21 +21,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvtool.core.cache.backend import BlobRequest, RemoteBackend, Stream
+from kvtool.core.cache.chunks import BlobRequest, RemoteBackend, Stream
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import RAW, known
 from kvtool.core.codec.rans.coder import compile_ahead
-from kvtool.core.common.timeline import add_span
+from kvtool.core.common.types import add_span
 from kvtool.core.errors import RemoteError
-from kvtool.core.fusion.chunk_cache import ChunkCache, held_on
-from kvtool.core.fusion.cost import MEMORY, PromptRows, Span, Speeds
-from kvtool.core.fusion.loader import ReadStats
-from kvtool.core.fusion.plan import Plan, Segment, build_plan, with_stored_rows
+from kvtool.core.fusion.plan import MEMORY, Plan, PromptRows, Segment, Span, Speeds, build_plan, with_stored_rows
 from kvtool.core.fusion.selectors.base import Selector
+from kvtool.core.fusion.source import ChunkCache, ReadStats, held_on
 from kvtool.core.model.prefill import LeadIn, PrefillItem, PrefillStopped, prefill_chunks
 from kvtool.core.query.prompt import PromptSource
 from kvtool.core.session.identity import MeasuredLosses
-from kvtool.core.streaming.fetch_state import Fetch, Harmonic, Ladder, Part, Rung, Task
+from kvtool.core.streaming import Fetch, Harmonic, Ladder, Part, Rung, Task
 from kvtool.core.streaming.policy import DEPTH, Policy
 
 if TYPE_CHECKING:

@@ -15,13 +15,12 @@ from kvtool.core.codec.levels import RAW, base_level, exact, level_of
 from kvtool.core.codec.row_subset import rows_of
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError, KvtoolError
-from kvtool.core.model.kinds import KVShape
 from kvtool.core.model.prefill import ChunkKV
+from kvtool.core.model.prompt_cache import KVShape
 from kvtool.core.records.encode import LeadIns, make
 
 if TYPE_CHECKING:
-    from kvtool.core.cache.backend import KVRead
-    from kvtool.core.cache.chunks import ChunkReader
+    from kvtool.core.cache.chunks import ChunkReader, KVRead
     from kvtool.core.cache.entries import ChunkSpec
     from kvtool.core.cache.store import Store
     from kvtool.core.cache.writer import Writer

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import level_of, nested
-from kvtool.core.common.sizes import counted
+from kvtool.core.common.text import counted
 from kvtool.core.common.types import Events
 from kvtool.core.errors import DamagedError, RemoteError, StoreNotFoundError, UsageError
 from kvtool.core.remote import values
@@ -27,10 +27,8 @@ from kvtool.core.remote.catalogue import (
     unseal_head,
 )
 from kvtool.core.remote.catalogue_io import CatalogueCache, check_same_identity, pack_root, read_head, sharded
-from kvtool.core.remote.gc import GarbageCollector, Lease, check_ours, check_share, own_names
-from kvtool.core.remote.options import PushOptions
-from kvtool.core.remote.report import TransferReport
-from kvtool.core.remote.send import Sender
+from kvtool.core.remote.options import PushOptions, TransferReport
+from kvtool.core.remote.send import GarbageCollector, Lease, Sender, check_ours, check_share, own_names
 
 _DEFAULTS = PushOptions()
 _TRIES = 8  # pushes of others that come in between

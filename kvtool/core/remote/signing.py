@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.cache.identity import HERE, Origin
-from kvtool.core.common.installing import extra_line
+from kvtool.core.common.plugins import extra_line
 from kvtool.core.errors import DamagedError, KvtoolError, UntrustedError, UsageError
 from kvtool.core.remote.catalogue import Proof
 

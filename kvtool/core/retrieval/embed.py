@@ -14,14 +14,13 @@ import numpy as np
 
 from kvtool.core.cache.side_files import TABLES
 from kvtool.core.checkpoint.files import file_digest, looks_local
-from kvtool.core.common.installing import extra_line
-from kvtool.core.common.json_text import parsed
-from kvtool.core.common.plugins import Plugin, PluginError, found
+from kvtool.core.common.plugins import Plugin, PluginError, extra_line, found
+from kvtool.core.common.text import parsed
 from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.errors import DamagedError, ModelError
 from kvtool.core.retrieval.index import Index, beginnings
 from kvtool.core.retrieval.passages import Passage
-from kvtool.core.retrieval.tables import Array, open_tables, positions_in, write_tables
+from kvtool.core.retrieval.segment import Array, open_tables, positions_in, write_tables
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store

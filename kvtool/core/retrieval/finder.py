@@ -16,17 +16,25 @@ import numpy as np
 from kvtool.core.cache.identity import chunk_named, is_id
 from kvtool.core.cache.layout import REPAIR
 from kvtool.core.common.marks import end_of, start_of
-from kvtool.core.common.spelling import composed, regex_of
+from kvtool.core.common.text import composed, regex_of
 from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.corpus.readers import file_of
 from kvtool.core.errors import DamagedError, ModelError, NoDocumentsError, NothingFoundError, UsageError
 from kvtool.core.retrieval.embed import Embeds, Meaning, embedder_of, remember, remembered
 from kvtool.core.retrieval.index import Index, index_of
-from kvtool.core.retrieval.options import RetrievalOptions
-from kvtool.core.retrieval.passages import Found, Hit, Passage, found_by, holds_passage, passages_in, recent_first
+from kvtool.core.retrieval.passages import (
+    Found,
+    Hit,
+    Passage,
+    RetrievalOptions,
+    found_by,
+    holds_passage,
+    passages_in,
+    recent_first,
+)
 from kvtool.core.retrieval.search import Search, count_rare, keywords
+from kvtool.core.retrieval.segment import Array
 from kvtool.core.retrieval.spotting import Span, Spotter
-from kvtool.core.retrieval.tables import Array
 from kvtool.core.retrieval.terms import asked_terms, language_of, spellings, terms, without_idle
 
 if TYPE_CHECKING:

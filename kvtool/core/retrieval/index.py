@@ -18,12 +18,11 @@ import numpy as np
 
 from kvtool.core.cache.side_files import TABLES
 from kvtool.core.common.files import make_folder
-from kvtool.core.common.json_text import parsed
+from kvtool.core.common.text import parsed
 from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.errors import DamagedError
 from kvtool.core.retrieval.passages import Passage
-from kvtool.core.retrieval.segment import IndexSegment, MarkedDocument, digests
-from kvtool.core.retrieval.tables import Array, open_tables, write_tables
+from kvtool.core.retrieval.segment import Array, IndexSegment, MarkedDocument, digests, open_tables, write_tables
 from kvtool.core.retrieval.terms import STEMS
 
 if TYPE_CHECKING:

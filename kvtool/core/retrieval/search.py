@@ -13,8 +13,7 @@ import numpy as np
 
 from kvtool.core.retrieval.index import Index
 from kvtool.core.retrieval.passages import Hit, Passage
-from kvtool.core.retrieval.segment import IndexSegment, key_of
-from kvtool.core.retrieval.tables import Array, positions_in
+from kvtool.core.retrieval.segment import Array, IndexSegment, key_of, positions_in
 from kvtool.core.retrieval.terms import asked_terms, folded, near_words, typed_words, words_in
 
 _K1, _B = 1.5, 0.75

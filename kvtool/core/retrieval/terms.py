@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import Stemmer
 
-from kvtool.core.common.spelling import normalised
+from kvtool.core.common.text import normalised
 
 STEMS = f"snowball {Stemmer.version()}"  # other versions have other stems
 ENGLISH, VIETNAMESE = "english", "vietnamese"

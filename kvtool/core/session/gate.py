@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from kvtool.core.cache.identity import ids_digest
-from kvtool.core.cache.stretches import Place
+from kvtool.core.cache.tables import Place
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import NAMES, Encoded, shape_of_layer
 from kvtool.core.codec.levels import RAW, exact
@@ -22,15 +22,15 @@ from kvtool.core.common.machine import Arithmetic
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.engine import fuse
-from kvtool.core.fusion.loader import MemorySource
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.blend import Blend
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.prefix import Prefix
 from kvtool.core.fusion.selectors.reuse import Reuse
-from kvtool.core.model.attention import QueryRows
+from kvtool.core.fusion.source import MemorySource
 from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.forward import QueryRows
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.records.read import exact_level, read_chunk, stored_shape

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvtool.core.cache.entries import ChunkRef, ChunkSpec, DocumentEntry, FileEntry
 from kvtool.core.cache.identity import HERE
-from kvtool.core.cache.space import folder_bytes, megabytes
+from kvtool.core.cache.layout import folder_bytes, megabytes
 from kvtool.core.cache.store import Store
 from kvtool.core.common.files import cache_dir
 from kvtool.core.common.types import Ids, Warn

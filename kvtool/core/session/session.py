@@ -12,8 +12,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.common.machine import Arithmetic, product_dtype, why_float32
 from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.errors import KvtoolError, ModelError
-from kvtool.core.fusion.chunk_cache import ChunkCache, RecentChunks, held_on
-from kvtool.core.fusion.loader import KVSource, StoreSource
+from kvtool.core.fusion.source import ChunkCache, KVSource, RecentChunks, StoreSource, held_on
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.model.prompt import PromptParts
 from kvtool.core.retrieval.finder import Finder
@@ -29,8 +28,7 @@ from kvtool.core.session.identity import (
 
 if TYPE_CHECKING:
     from kvtool.core.checkpoint.files import ModelFiles
-    from kvtool.core.common.timeline import Timeline
-    from kvtool.core.common.types import Ids
+    from kvtool.core.common.types import Ids, Timeline
     from kvtool.core.fusion.plan import Segment
     from kvtool.core.fusion.prefix_cache import StoredPrefix
     from kvtool.core.model.decoder import Decoder

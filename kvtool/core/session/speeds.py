@@ -13,12 +13,21 @@ import torch
 
 from kvtool.core.common.machine import cores, cpu_name, is_busy
 from kvtool.core.errors import DamagedError
-from kvtool.core.fusion.chunk_cache import held_on
-from kvtool.core.fusion.cost import MEMORY, LoadSpeed, PassSpeed, Speeds, fit, fit_pass, read_numbers
-from kvtool.core.fusion.loader import KVSource, MemorySource, RecordMissing, StoreSource
-from kvtool.core.fusion.placing import Loader
-from kvtool.core.fusion.plan import Candidate, Segment, with_stored_rows
-from kvtool.core.model.attention import QueryRows
+from kvtool.core.fusion.loader import Loader
+from kvtool.core.fusion.plan import (
+    MEMORY,
+    Candidate,
+    LoadSpeed,
+    PassSpeed,
+    Segment,
+    Speeds,
+    fit,
+    fit_pass,
+    read_numbers,
+    with_stored_rows,
+)
+from kvtool.core.fusion.source import KVSource, MemorySource, RecordMissing, StoreSource, held_on
+from kvtool.core.model.forward import QueryRows
 from kvtool.core.model.prefill import ChunkKV
 from kvtool.core.session.identity import ProfileCache
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from kvtool.core.streaming.fetch_state import Fetch, Flight, Harmonic, Ladder, Task, decision_row, mbps
+from kvtool.core.streaming import Fetch, Flight, Harmonic, Ladder, Task, decision_row, mbps
 
 DEPTH = 2  # fetches outstanding at once
 MARGIN = 0.1  # of an estimated throughput that is not counted on

@@ -12,8 +12,8 @@ from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.errors import DamagedError, UsageError
 from kvtool.core.retrieval.index import index_of
-from kvtool.core.upkeep.inventory import kept_always, level_bytes, pages, pinned_with_documents
-from kvtool.core.upkeep.selectors import named_documents
+from kvtool.core.upkeep.documents import named_documents
+from kvtool.core.upkeep.plan import kept_always, level_bytes, pages, pinned_with_documents
 
 
 class MuchError(UsageError):

@@ -9,17 +9,45 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kvtool.core.cache import space
+from kvtool.core.cache import layout
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import exact, known, lossy
-from kvtool.core.common.sizes import shown_size
+from kvtool.core.common.text import shown_size, size_in_bytes
 from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError, UsageError
-from kvtool.core.upkeep.budget import LOW_WATER
 from kvtool.core.upkeep.forget import bring_index_up_to_date, collect
-from kvtool.core.upkeep.inventory import Inventory, kept_always, old_profiles, take_inventory
 from kvtool.core.upkeep.options import PruneOptions
-from kvtool.core.upkeep.plan import PROFILE, UNFINISHED, Drop, Plan, PruneRequest, Step, plan_prune
+from kvtool.core.upkeep.plan import (
+    PROFILE,
+    UNFINISHED,
+    Drop,
+    Inventory,
+    Plan,
+    PruneRequest,
+    Step,
+    kept_always,
+    old_profiles,
+    plan_prune,
+    take_inventory,
+)
+
+LOW_WATER = 0.9  # of the budget: the goal of a prune, so that it need not run again at once
+
+
+def budget_of(size: int | str | None) -> int | None:
+    """Parse a size; `none` is None: no budget. Raises UsageError."""
+    if isinstance(size, str):
+        return None if size.strip().lower() == "none" else size_in_bytes(size)
+    if size is not None and (type(size) is not int or size < 0):
+        raise UsageError(f"{size} is not a size", "such as 500MB or 20GB")
+    return size
+
+
+def keep_budget(path: Path, size: int | str | None, *, lock_wait: float = 0.0) -> None:
+    """Keep a budget in the store; None lifts it. A larger store stays so until it is pruned. Raises UsageError."""
+    budget = budget_of(size)
+    with Store.open(path) as store, store.writer(lock_wait) as writer:
+        writer.set_budget(budget)
 
 
 @dataclass(slots=True)
@@ -86,9 +114,9 @@ def _prune(store: Store, writer: Writer, options: PruneOptions, now: float) -> P
     while True:
         report.exact_retained += len(_apply(store, writer, plan))
         report.steps += plan.steps
-        if options.compact and report.is_over_goal(space.folder_bytes(store.path)):
+        if options.compact and report.is_over_goal(layout.folder_bytes(store.path)):
             report.compacted += writer.compact()
-        report.after = space.folder_bytes(store.path)
+        report.after = layout.folder_bytes(store.path)
         if report.within_budget or not plan.steps:
             break
         inventory = take_inventory(store)  # sizes of small records are estimates
@@ -227,8 +255,8 @@ class Compacted:
 def compact(path: Path, *, lock_wait: float = 0.0) -> Compacted:
     """Drop what nothing refers to, and copy the store without free pages. Raises NoSpaceError."""
     with Store.open(path) as store, store.writer(lock_wait) as writer:
-        before = space.folder_bytes(store.path)
+        before = layout.folder_bytes(store.path)
         chunks = writer.collect(keep=kept_always(store))
         profiles = writer.drop_profiles(old_profiles(store))
         writer.compact()
-        return Compacted(before, space.folder_bytes(store.path), chunks, profiles)
+        return Compacted(before, layout.folder_bytes(store.path), chunks, profiles)

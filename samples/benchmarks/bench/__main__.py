@@ -11,7 +11,7 @@ from kvtool.cli.commands import new_app
 from kvtool.cli.options import Run, takes
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.checkpoint.files import PACKAGED
-from kvtool.core.common.sizes import counted
+from kvtool.core.common.text import counted
 from kvtool.core.common.types import Events
 from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.errors import KvtoolError

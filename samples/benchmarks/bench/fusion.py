@@ -14,17 +14,17 @@ from kvtool.core.cache.layout import REPAIR
 from kvtool.core.cache.store import Store
 from kvtool.core.checkpoint.load import resolve_device
 from kvtool.core.common.machine import FLOAT32, cores, why_float32
-from kvtool.core.common.sizes import counted
+from kvtool.core.common.text import counted
 from kvtool.core.common.types import Events
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.engine import Fused, FuseTiming, fuse
-from kvtool.core.fusion.loader import StoreSource
 from kvtool.core.fusion.options import selector_for
 from kvtool.core.fusion.selectors import REFERENCE
+from kvtool.core.fusion.source import StoreSource
 from kvtool.core.kernels.linear.onednn import keep_few_kernels, pack_weights
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.session.identity import ProfileCache
-from kvtool.reports.page import Table
+from kvtool.reports.report import Table
 from samples.benchmarks.bench.machine import (
     Architecture,
     Host,

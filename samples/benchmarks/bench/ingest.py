@@ -15,8 +15,8 @@ from kvtool.core.cache.entries import ChunkSpec, FileEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import RAW
 from kvtool.core.common.types import Events
-from kvtool.core.ingest.account import Account
 from kvtool.core.ingest.options import IngestOptions
+from kvtool.core.ingest.report import Account
 from kvtool.core.ingest.storer import ChunkStorer, batch_tokens
 from kvtool.core.ingest.stream import NewChunks
 from kvtool.core.ingest.survey import PreparedFile

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from kvtool.core.checkpoint.load import plain_attention
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.model.hf.attention import IMPLEMENTATION
+from kvtool.core.model.hf.modules import IMPLEMENTATION
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvtool.core.common.switches import ATTENTION
+from kvtool.core.common.machine import ATTENTION
 from kvtool.core.model.decode import DecodeBackend, TorchBackend
 from kvtool.core.model.decode.cuda_graph import CudaGraphBackend, StaticStep
 from kvtool.core.model.decoder import Decoder

@@ -13,12 +13,11 @@ from typing import Any
 from unittest import mock
 
 from kvtool.core.cache.store import Store
-from kvtool.core.fusion import placing
-from kvtool.core.fusion.chunk_cache import ChunkCache, held_on
+from kvtool.core.fusion import loader
 from kvtool.core.fusion.engine import fuse
-from kvtool.core.fusion.loader import StoreSource
 from kvtool.core.fusion.options import selector_for
 from kvtool.core.fusion.selectors import REFERENCE
+from kvtool.core.fusion.source import ChunkCache, StoreSource, held_on
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.session.identity import ProfileCache
@@ -93,7 +92,7 @@ def _by_workers(day: Day) -> dict[str, Any]:
         held = ChunkCache(on_disk, sys.maxsize, device=held_on(decoder))
         for name, source in (("warm", on_disk), ("held", held)):
             for workers in WORKERS:
-                with mock.patch.object(placing, "default_workers", lambda workers=workers: workers):
+                with mock.patch.object(loader, "default_workers", lambda workers=workers: workers):
                     _seconds(decoder, store, prompt, "reuse", source)
                     taken = [_seconds(decoder, store, prompt, "reuse", source) for _ in range(2 if day.dry else 9)]
                     parts = fuse(decoder, prompt.plan(store), selector_for(QueryOptions(), "reuse"), source).timing

@@ -21,13 +21,13 @@ from kvtool.core.cache import tables
 from kvtool.core.cache.record import Kind, KVHeader, encode_record, seal
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.tables import Row, document_row, file_row
-from kvtool.core.cache.transaction import Transaction
+from kvtool.core.cache.tree import Transaction
 from kvtool.core.cache.writer import Writer
 from kvtool.core.common.machine import Arithmetic
 from kvtool.core.corpus.reading import Reading
 from kvtool.core.corpus.walk import FoundFile
-from kvtool.core.ingest.choices import Choices
 from kvtool.core.ingest.options import IngestOptions
+from kvtool.core.ingest.stream import Choices
 from kvtool.core.ingest.survey import ChangedFile, PreparedFile, Seen, Survey, prepare
 from kvtool.core.session.identity import StoreIdentity
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from kvtool.core.streaming.fetch_state import Task
+from kvtool.core.streaming import Task
 from kvtool.core.streaming.policy import DEPTH, Policy
 from samples.benchmarks.streaming.context import Context
 from samples.benchmarks.streaming.predictors import DEFAULT_PREDICTOR, PREDICTORS

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from kvtool.core.codec.levels import RAW, base_level, exact, nested, whole
 from kvtool.core.errors import KvtoolError, UsageError
-from kvtool.core.fusion.cost import PassSpeed
+from kvtool.core.fusion.plan import PassSpeed
 from kvtool.core.session.identity import MeasuredLosses
-from kvtool.core.streaming.fetch_state import Ladder, Part, Rung, Task
+from kvtool.core.streaming import Ladder, Part, Rung, Task
 from samples.benchmarks.streaming.speeds import GivenSpeeds, sizes_of
 
 if TYPE_CHECKING:

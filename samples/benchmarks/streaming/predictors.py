@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvtool.core.streaming.fetch_state import Harmonic
+from kvtool.core.streaming import Harmonic
 
 _NEWEST = 0.5  # weight of the newest transfer in the moving average
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from kvtool.core.streaming.fetch_state import Fetch, Harmonic, Ladder, Rung, Task
+from kvtool.core.streaming import Fetch, Harmonic, Ladder, Rung, Task
 from kvtool.core.streaming.policy import Policy
 
 

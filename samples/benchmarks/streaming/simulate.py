@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvtool.core.streaming.fetch_state import Fetch, Task
+from kvtool.core.streaming import Fetch, Task
 from kvtool.core.streaming.policy import DEPTH, Policy
 from samples.benchmarks.streaming.traces import LinkTrace
 

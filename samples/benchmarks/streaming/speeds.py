@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtool.core.codec.levels import LEVELS
-from kvtool.core.fusion.cost import PassSpeed
+from kvtool.core.fusion.plan import PassSpeed
 from samples.benchmarks.bench.machine import Architecture, LayerWeights, flops, full_work
 
 # TensorRT-LLM v0.6.1, docs/source/performance.md, "Low Latency": LLaMA 7B on one A100, FP16, batch 1: seconds to the

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from kvtool.core.common.sizes import counted
+from kvtool.core.common.text import counted
 from samples.benchmarks.streaming.bench import ALL, StreamBench, StreamRow
 
 READY_HEAD = ("context ready over 3 Gbit/s", "ms", "loss", "sooner than text", "sooner than int8")

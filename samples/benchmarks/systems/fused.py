@@ -11,8 +11,8 @@ from kvtool.core.cache.store import Store
 from kvtool.core.checkpoint.hub import resolve
 from kvtool.core.checkpoint.load import load_model
 from kvtool.core.fusion.engine import Fused, fuse
-from kvtool.core.fusion.loader import StoreSource
 from kvtool.core.fusion.options import selector_for
+from kvtool.core.fusion.source import StoreSource
 from kvtool.core.model.decode import DecodeBackend, decode_backend
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.query.options import QueryOptions

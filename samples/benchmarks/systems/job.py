@@ -17,7 +17,7 @@ from kvtool.core.checkpoint.files import ModelFiles
 from kvtool.core.checkpoint.hub import find_packaged, model_fingerprint, resolve
 from kvtool.core.checkpoint.load import resolve_dtype
 from kvtool.core.common.children import python
-from kvtool.core.common.installing import extra_line
+from kvtool.core.common.plugins import extra_line
 from kvtool.core.common.types import Events
 from kvtool.core.errors import DamagedError, KvtoolError, ModelError, NoSpaceError, UsageError
 from kvtool.core.query.options import QueryOptions

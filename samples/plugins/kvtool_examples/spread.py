@@ -7,8 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from kvtool.core.fusion.cost import Cost, PromptRows
-from kvtool.core.fusion.plan import Plan
+from kvtool.core.fusion.plan import Cost, Plan, PromptRows
 from kvtool.core.fusion.selectors.base import Selector, share_of
 
 

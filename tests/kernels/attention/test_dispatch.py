@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtool.core.common.switches import ATTENTION
+from kvtool.core.common.machine import ATTENTION
 from kvtool.core.errors import UsageError
 from kvtool.core.kernels.attention import flash_cpu
 from kvtool.core.kernels.attention.dispatch import BACKENDS, explain

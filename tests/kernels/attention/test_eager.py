@@ -10,7 +10,7 @@ import torch
 from kvtool.core.kernels.attention import eager
 from kvtool.core.kernels.attention.eager import attention_weights, mean_weights
 from kvtool.core.kernels.attention.params import AttentionParams
-from kvtool.core.model.attention import QueryRows
+from kvtool.core.model.forward import QueryRows
 
 SCORINGS = [
     AttentionParams(0.25),

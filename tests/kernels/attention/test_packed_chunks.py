@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvtool.core.common.switches import ATTENTION
+from kvtool.core.common.machine import ATTENTION
 from kvtool.core.kernels.attention import dispatch, eager, sdpa
 from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
-from kvtool.core.model.attention import PackedChunks
+from kvtool.core.model.forward import PackedChunks
 from kvtool.core.native.isa import isa_here
 
 HEADS, KV_HEADS, DIM, LEAD = 4, 2, 16, 11

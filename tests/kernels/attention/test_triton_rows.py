@@ -12,7 +12,7 @@ from kvtool.core.kernels.attention import triton_rows
 from kvtool.core.kernels.attention.eager import attention_weights
 from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
 from kvtool.core.kernels.attention.triton_rows import Tile, attend, splits_for, tile_for
-from kvtool.core.model.attention import QueryRows
+from kvtool.core.model.forward import QueryRows
 from tests.codec.processes import compile_for_cuda, needs_triton
 
 HALF = Tile(16, 16, 4, 2)

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvtool.core.common.installing import extra_line
 from kvtool.core.common.marks import Mark
+from kvtool.core.common.plugins import extra_line
 from kvtool.core.errors import KvtoolError
 
 _MOST_NAMES, _LONGEST_NAME, _MOST_NOTES = 10, 60, 20

@@ -15,7 +15,7 @@ from mimetypes import MimeTypes
 from pathlib import Path
 
 from kvtool.core.common.marks import Mark
-from kvtool.core.corpus.readers import is_foreign, is_known, read_as, unknown
+from kvtool.core.corpus.readers import is_foreign, is_known, read_as, text
 from kvtool.core.corpus.readers.document import Document, EmptyFile, MissingPackage, Parts, UnreadableFile, unread_note
 from kvtool.core.corpus.readers.encoding import decode
 from kvtool.core.corpus.readers.html import document_of, marked, page_text, visible
@@ -216,7 +216,7 @@ class _Attachments:
         if not self._files or len(data) > self._bytes:
             raise UnreadableFile("too many or too large attachments")
         if not is_known(path):
-            unknown.check(data[: unknown.SNIFFED], len(data))
+            text.check(data[: text.SNIFFED], len(data))
         self._files, self._bytes = self._files - 1, self._bytes - len(data)
         return read_as(path, source, data)
 

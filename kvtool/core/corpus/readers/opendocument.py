@@ -12,8 +12,19 @@ from zipfile import ZipFile
 
 from kvtool.core.corpus.readers.containers import checked, parsed, parsed_xml
 from kvtool.core.corpus.readers.document import Document, UnreadableFile, hidden_note, joined, numbered, unread_note
-from kvtool.core.corpus.readers.equations import linear
-from kvtool.core.corpus.readers.ir import PAGE, Cell, Piece, comment, counter, framed, image, integer, line, rows
+from kvtool.core.corpus.readers.office import (
+    PAGE,
+    Cell,
+    Piece,
+    comment,
+    counter,
+    framed,
+    image,
+    integer,
+    line,
+    linear,
+    rows,
+)
 
 _SPACE = re.compile(r"\{(?:.*[:/])?([A-Za-z]+)[-a-z]*(?:[:/][\d.]+)?/?\}")  # ends in `text:1.0}`, `MathML}`
 _WHITE = re.compile(r"[ \t\r\n]+")

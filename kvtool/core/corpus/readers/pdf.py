@@ -22,8 +22,7 @@ def read(source: str, data: bytes) -> list[Document]:
     with opened("PDF", "pypdfium2"):
         import pypdfium2
 
-        from kvtool.core.corpus.readers.pdf_layout import with_whole_words
-        from kvtool.core.corpus.readers.pdf_page import Page
+        from kvtool.core.corpus.readers.pdf_page import Page, with_whole_words
     try:
         file = pypdfium2.PdfDocument(data)
     except pypdfium2.PdfiumError as error:

@@ -12,7 +12,7 @@ from operator import itemgetter
 
 from kvtool.core.corpus.readers.document import Document, UnreadableFile, hidden_note, joined, table_row, unread_note
 from kvtool.core.corpus.readers.html import raised
-from kvtool.core.corpus.readers.ir import line
+from kvtool.core.corpus.readers.office import line
 
 _TOKEN = re.compile(
     r"\\([a-z]{1,32})(-?\d{1,10})? ?|\\'([\da-f]{2})|\\(.)|([{}])|([^\\{}\r\n]+)|\\|[\r\n]+", re.I | re.S

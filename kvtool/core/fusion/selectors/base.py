@@ -14,11 +14,10 @@ from kvtool.core.codec.base import LayerKV
 from kvtool.core.fusion.plan import Plan, Segment
 from kvtool.core.kernels.attention.eager import mean_weights
 from kvtool.core.kernels.attention.params import AttentionParams
-from kvtool.core.model.attention import QueryRows
-from kvtool.core.model.passes import OnLayer
+from kvtool.core.model.forward import OnLayer, QueryRows
 
 if TYPE_CHECKING:
-    from kvtool.core.fusion.cost import Cost, PromptRows
+    from kvtool.core.fusion.plan import Cost, PromptRows
 
 Pooling = Literal["rows", "last", "both"]  # see `question_attention` (fusion/engine.py)
 _BLOCK = 64  # rows whose weights exist at a time: memory grows with the prompt's length, not with its square

@@ -8,8 +8,7 @@ from typing import ClassVar, Literal
 import torch
 
 from kvtool.core.codec.base import LayerKV
-from kvtool.core.fusion.cost import Cost, PromptRows
-from kvtool.core.fusion.plan import Plan
+from kvtool.core.fusion.plan import Cost, Plan, PromptRows
 from kvtool.core.fusion.selectors.base import Selector, share_of
 from kvtool.core.options.option import option
 

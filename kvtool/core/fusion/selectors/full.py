@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvtool.core.fusion.cost import CACHED, Cost, PromptRows
+from kvtool.core.fusion.plan import CACHED, Cost, PromptRows
 from kvtool.core.fusion.selectors.base import Selector
 
 

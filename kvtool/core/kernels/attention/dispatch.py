@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from kvtool.core.common.switches import ATTENTION, asked
+from kvtool.core.common.machine import ATTENTION, asked
 from kvtool.core.errors import UsageError
 from kvtool.core.kernels.attention import eager, flash_cpu, sdpa, triton_rows
 from kvtool.core.kernels.attention.params import KV, AttentionCall, AttentionParams, KeyRanges, Spans

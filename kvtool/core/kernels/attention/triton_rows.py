@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvtool.core.common.installing import install_line
+from kvtool.core.common.plugins import install_line
 from kvtool.core.kernels.attention.params import AttentionCall, AttentionParams, KeyRanges
 from kvtool.core.kernels.triton_jit import has_triton, jit
 

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from kvtool.core.common.switches import STEPPER, asked
+from kvtool.core.common.machine import STEPPER, asked
 from kvtool.core.kernels import FORMATS
 from kvtool.core.kernels.decode_ir import CONTEXT, INT8, Code, module, multiply_name, products
 from kvtool.core.model.decode.program import CosSinCache, Step, code_of, decoding_weights

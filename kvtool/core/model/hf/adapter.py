@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from kvtool.core.kernels.attention.params import KV
-from kvtool.core.model.hf.attention import is_running, running
-from kvtool.core.model.hf.modules import CACHES, CacheProxy, ForwardEnded, LayerProbe, cache_name
-from kvtool.core.model.passes import Pass
+from kvtool.core.model.forward import Pass
+from kvtool.core.model.hf.modules import CACHES, CacheProxy, ForwardEnded, LayerProbe, cache_name, is_running, running
 from kvtool.core.native.threads import use_pool
 
 if TYPE_CHECKING:

@@ -17,10 +17,8 @@ from kvtool.core.checkpoint.packed import empty_model
 from kvtool.core.checkpoint.text_submodel import text_submodel
 from kvtool.core.common.collecting import quiet
 from kvtool.core.common.files import cache_dir, make_folder, replace_file
-from kvtool.core.model.attention import QueryRows
-from kvtool.core.model.forward import Forward
+from kvtool.core.model.forward import Forward, Pass, QueryRows
 from kvtool.core.model.hf.adapter import HfForward
-from kvtool.core.model.passes import Pass
 from kvtool.core.model.spec import UnsupportedArchitecture, check_trial
 from kvtool.core.native.isa import isa_here
 

@@ -18,19 +18,20 @@ from kvtool.core.checkpoint.load import Loaded
 from kvtool.core.checkpoint.support import context_limit, keeps_states
 from kvtool.core.errors import ModelError
 from kvtool.core.kernels.attention.params import KV, AttentionParams
-from kvtool.core.model.hf.attention import IMPLEMENTATION, rows_attention
-from kvtool.core.model.hf.mla import attend_latents
 from kvtool.core.model.hf.modules import (
     HINT,
+    IMPLEMENTATION,
     ForwardEnded,
     LayerProbe,
+    attend_latents,
     attentions_of,
     base_of,
     cache_name,
     disable_query_scaling,
     layers_of,
+    rows_attention,
 )
-from kvtool.core.model.kinds import KVShape, LayerKind, Outline, Sample, rotary_of, tables_of
+from kvtool.core.model.prompt_cache import KVShape, LayerKind, Outline, Sample, rotary_of, tables_of
 
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _NEAR = (3, 40)  # positions of one and the same row: do its keys differ?

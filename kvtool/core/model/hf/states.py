@@ -22,7 +22,7 @@ from transformers.cache_utils import (
 
 from kvtool.core.errors import ModelError
 from kvtool.core.kernels.attention.params import KV
-from kvtool.core.model.passes import Pass
+from kvtool.core.model.forward import Pass
 from kvtool.core.model.prompt_cache import BufferLayer, PromptCache
 
 CONV, RECURRENT = "conv", "recurrent"  # what a state consists of; either may be missing
