@@ -1,4 +1,4 @@
-"""The order of a compression: profile, loss, levels, encode, read back, drop."""
+"""The order of a compression, and the records at new levels, read back before anything exact is given up."""
 
 from __future__ import annotations
 

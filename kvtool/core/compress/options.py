@@ -1,3 +1,5 @@
+"""Options of a compression, and its result."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field

@@ -1,3 +1,5 @@
+"""Result of an ingest, its log, its counts, and the estimate of the remaining work."""
+
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""Stream of the files of an ingest; changed files are split into chunks, of which the new ones are computed."""
+"""Identity of the store that an ingest writes, and the stream of files that go into it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Prefills batches of chunks, and encodes their keys and values as records. With each chunk comes the sensitivity of
-its tokens' values to the text before it, by which `union` ranks rows."""
+its tokens' values to the text before it, by which `union` ranks rows; and the rows worth storing when not all are."""
 
 from __future__ import annotations
 

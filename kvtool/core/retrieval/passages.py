@@ -1,4 +1,4 @@
-"""Chunks at their places in documents."""
+"""Chunks at their places in documents, and the options of how they are found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An immutable part of the index: some documents, their chunks, and the postings of their terms."""
+"""Named arrays in mapped files, and the immutable parts of the index that are made of them."""
 
 from __future__ import annotations
 
