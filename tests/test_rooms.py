@@ -38,37 +38,37 @@ APART = ({"ingest", "compress", "query"}, {"codec", "model", "corpus", "streamin
 # The most lines that each room, the product and the tests may have. A commit may lower a number; it may raise one by
 # the lines of an addition (`CONTRIBUTING.md` lists the kinds), or by lowering another as much.
 LINES = {
-    "agent": 615,
+    "agent": 614,
     "api": 429,
-    "cache": 4493,
+    "cache": 4404,
     "checkpoint": 2862,
-    "cli": 5028,
+    "cli": 4566,
     "codec": 3415,
-    "common": 1116,
-    "compress": 1240,
-    "corpus": 6462,
+    "common": 1089,
+    "compress": 1159,
+    "corpus": 6110,
     "errors": 126,
-    "evaluate": 275,
-    "fusion": 2913,
-    "ingest": 2733,
+    "evaluate": 269,
+    "fusion": 2598,
+    "ingest": 2360,
     "kernels": 4519,
-    "model": 5096,
+    "model": 4874,
     "native": 1567,
     "options": 612,
-    "query": 3421,
-    "records": 481,
-    "remote": 5148,
-    "reports": 3236,
-    "retrieval": 1991,
-    "serve": 5149,
-    "session": 1549,
-    "streaming": 646,
+    "query": 3205,
+    "records": 378,
+    "remote": 4997,
+    "reports": 2627,
+    "retrieval": 1971,
+    "serve": 4968,
+    "session": 1531,
+    "streaming": 554,
     "top": 246,
-    "upkeep": 1222,
-    "vllm": 1171,
+    "upkeep": 1117,
+    "vllm": 999,
 }
-PRODUCT_LINES = 67_761
-TEST_LINES = 62_648
+PRODUCT_LINES = 64_166
+TEST_LINES = 60_226
 
 
 def room_of(parts: tuple[str, ...]) -> str:
