@@ -151,7 +151,7 @@ def _time_of(report: IngestReport) -> str:
 
 
 # it syncs, continues after errors, and reports each file at once
-_NOT_HERE = ("sync", "retry", "strict", "dry_run", "continue_on_error", "log")
+_NOT_HERE = ("sync", "dry_run", "continue_on_error", "log")
 _TAKEN = [name for name in options_of(IngestOptions) if name not in _NOT_HERE]
 
 
