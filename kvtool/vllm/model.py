@@ -78,7 +78,7 @@ class VllmLayer:
         dim = self.own.self_attn.head_dim
         return Heads(*(side.view(len(side), -1, dim).transpose(0, 1)[None] for side in heads))
 
-    def place(self, heads: Heads, angles: CosSin | None, places: torch.Tensor, buffer: BufferLayer) -> torch.Tensor:
+    def write(self, heads: Heads, angles: CosSin | None, places: torch.Tensor, buffer: BufferLayer) -> torch.Tensor:
         queries, keys, values = self.rotate(heads, angles)
         buffer.scatter(places, keys, values)
         return queries

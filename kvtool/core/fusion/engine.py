@@ -121,11 +121,11 @@ def fuse_into(
     cache.position_ids = plan.position_ids
     cached = plan.mask("hit", "exact")
     started = time.perf_counter()
-    # A segment with more rows in the plan than in the store is computed at every layer.
-    candidates = selector.reads(plan, decoder.stored_layers)
-    loaded = [segment for segment in candidates if segment.placed_rows == segment.source.stored_rows]
+    # Not loaded: segments to which `compact_plan` gave all their rows, since each layer computes them.
+    segments = selector.reads(plan, decoder.stored_layers)
+    loaded = [segment for segment in segments if segment.placed_rows == segment.source.stored_rows]
     with Loader(decoder, loaded, cache, source, timeline, patience=patience) as loader:
-        rows, done, asking_s = _first_rows(decoder, plan, selector, cache, loader, timeline)
+        rows, holes, asking_s = _first_rows(decoder, plan, selector, cache, loader, timeline)
         shift = Shift(decoder, plan, cache, loader, selector.shift)
         recompute = RecomputePass(decoder, plan, selector, cache, loader, rows, cached, shift, timeline)
         ids = plan.ids
@@ -142,7 +142,7 @@ def fuse_into(
         logits=logits,
         cache=cache,
         plan=plan,
-        tokens=_count(plan, cached, recomputed, [count + done for count in recompute.computed]),
+        tokens=_count(plan, cached, recomputed, [count + holes for count in recompute.computed]),
         timing=_timing(loader, recompute.select_s + asking_s, recompute.shift_s, total),
         bytes_read=loader.stats.bytes_read,
         recomputed=recomputed,

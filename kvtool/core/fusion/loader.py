@@ -55,8 +55,8 @@ def positions_of(segments: Sequence[Segment], device: str) -> torch.Tensor:
 
 
 class Loader:
-    """Fills a prompt cache layer by layer, in threads, each of which holds one layer's records at a time, in the order
-    of their chunks' relevance; every key is rotated once, to its absolute position. Without segments it has no threads.
+    """Fills a prompt cache in threads. Each thread takes the next layer, and reads it of the most relevant chunk first;
+    every key is rotated once, to its absolute position. Without segments it has no threads.
     `workers`: number of threads. `patience`: seconds to wait for one record; None: no limit. `waited_s`: seconds that
     the compute waited."""
 

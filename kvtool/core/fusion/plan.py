@@ -198,8 +198,8 @@ def with_stored_rows(store: ChunkReader, candidates: Sequence[Candidate]) -> lis
 
 
 def build_plan(prefix: Candidate, chunks: Sequence[Candidate], question: Sequence[int]) -> Plan:
-    """Place the segments of a prompt one after the other. A cached segment is exact if the ids before it are the
-    lead-in it was prefilled after, which stored rows know by digest, and its level loses nothing."""
+    """Place the segments of a prompt one after the other. A cached segment is exact if its level is lossless
+    and the ids before it are those that it was prefilled after (compared by digest, `Candidate.lead_in`)."""
     segments: list[Segment] = []
     before: list[int] = []
     for candidate in (prefix, *chunks):

@@ -54,7 +54,7 @@ class CpuLayer:
             self.kernels.apply_rope(queries, keys, cos, sin)
         return Heads(*(side.transpose(0, 1)[None] for side in (queries, keys, values)))
 
-    def place(self, heads: Heads, angles: CosSin | None, places: torch.Tensor, buffer: BufferLayer) -> torch.Tensor:
+    def write(self, heads: Heads, angles: CosSin | None, places: torch.Tensor, buffer: BufferLayer) -> torch.Tensor:
         queries, keys, values = self.rotate(heads, angles)
         buffer.scatter(places, keys, values)
         return queries

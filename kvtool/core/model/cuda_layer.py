@@ -76,7 +76,7 @@ class CudaLayer:
             queries, keys = (rotate_halves_torch(side, angles) for side in (queries, keys))
         return Heads(queries, keys, values)
 
-    def place(self, heads: Heads, angles: CosSin | None, places: torch.Tensor, buffer: BufferLayer) -> torch.Tensor:
+    def write(self, heads: Heads, angles: CosSin | None, places: torch.Tensor, buffer: BufferLayer) -> torch.Tensor:
         if self.by_kernel:
             return place(*heads, self.head_norms, angles, places, buffer.keys, buffer.values)
         queries, keys, values = self.rotate(heads, angles)

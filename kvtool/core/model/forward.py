@@ -226,7 +226,7 @@ class Layer(Protocol):
     def rotate(self, heads: Heads, angles: CosSin | None) -> Heads:
         """Return rotated queries and keys, and values, `[1, heads, rows, head_dim]`. Those given may be overwritten."""
 
-    def place(self, heads: Heads, angles: CosSin | None, places: torch.Tensor, buffer: BufferLayer) -> torch.Tensor:
+    def write(self, heads: Heads, angles: CosSin | None, places: torch.Tensor, buffer: BufferLayer) -> torch.Tensor:
         """Rotate heads, and write keys and values to their places in a buffer; return rotated queries."""
 
     def finish(self, attended: torch.Tensor, hidden: torch.Tensor, exact: bool) -> torch.Tensor:
@@ -283,7 +283,7 @@ class Forward:
                     return None
             else:
                 buffer = job.cache.buffers[number]
-                queries = layer.place(heads, angles, rows.places, buffer)
+                queries = layer.write(heads, angles, rows.places, buffer)
                 on_layer.written(number)
                 keys, values = buffer.view()
             if on_layer.attend(number, queries, keys, values, layer.params) or (number == last and not keep):

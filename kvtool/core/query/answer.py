@@ -124,8 +124,8 @@ def _first_tokens(outcome: Outcome, sampling: Sampling) -> Sequence[int]:
 
 @dataclass(frozen=True, slots=True)
 class PreparedAnswer:
-    """An answer whose first tokens (`known`) are in the prompt's cache, but for the last; nothing of the store is held.
-    `marks`: of the records that were read, by segment."""
+    """An answer up to its first token. `known`: its first tokens; the prompt's cache has the rows of all but the last.
+    The view of the store is released. `marks`: of the records that were read, by segment."""
 
     session: Session
     layout: PromptLayout

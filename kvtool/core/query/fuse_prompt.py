@@ -67,7 +67,8 @@ class Outcome:
 def fuse_prompt(
     session: Session, prefix: CachedPrefix | None, source: PromptSource, selector: Selector, options: QueryOptions
 ) -> Outcome:
-    """Fuse a prompt after what a conversation's cache holds of it, if anything, up to its last token."""
+    """Make the prompt cache, and the logits of the prompt's last token. With `prefix` a conversation's cache is
+    extended."""
     decoder, plan, timeline = session.decoder, source.plan, session.timeline
     reserve = min(options.max_tokens, _RESERVED) if options.clamp else options.max_tokens
     cache = None if prefix is None else prefix.cache
