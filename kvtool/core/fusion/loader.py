@@ -55,7 +55,7 @@ def positions_of(segments: Sequence[Segment], device: str) -> torch.Tensor:
 
 
 class Loader:
-    """Fills a prompt cache in threads. Each thread takes the next layer, and reads it of the most relevant chunk first;
+    """Fills a prompt cache in threads. Each thread takes the next layer; of a level, the most relevant chunk is first;
     every key is rotated once, to its absolute position. Without segments it has no threads.
     `workers`: number of threads. `patience`: seconds to wait for one record; None: no limit. `waited_s`: seconds that
     the compute waited."""

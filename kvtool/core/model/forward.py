@@ -1,5 +1,5 @@
-"""Forward pass: its rows and their attention, what is called between its layers, and the loop over the layers, the same
-on every device. `kernels/attention/dispatch.py` chooses the backend that computes attention."""
+"""Forward pass: its rows and their attention, what is called within its layers, and the loop over them, which is the
+same on every device. `kernels/attention/dispatch.py` chooses the backend that computes attention."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def lay_out(
     must_find: bool = True,
     retrieved: Retrieved | None = None,
 ) -> PromptLayout:
-    """Find the chunks and plan the prompt; no KV is read yet. `exactly`: take no lossy level where there is an exact
+    """Find the chunks and plan the prompt; no KV is loaded yet. `exactly`: take no lossy level where there is an exact
     one. `answered`: the answer must fit, too. `must_find`: without `prefix`, something has to be found.
     `retrieved`: used unless the documents have changed since. Raises UsageError (ContextFullError after a cached
     prefix): the prompt is too long; KvtoolError: nothing was found; DamagedError: nothing of it is left."""
