@@ -14,14 +14,11 @@ from kvtool.core.model.decoder import Decoder
 from kvtool.core.native.isa import ISAS, Isa, isa_here, runnable
 from tests.families import tiny_model
 from tests.fusion.making import NAMES, case, new_case
+from tests.kernels.formulas import random, rotated
 from tests.spying import calls_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 POSITIONS = torch.tensor([0, 1, 5, 77, 1000, 1999])
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def table_of(rows: int, rotary_dim: int, seed: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
@@ -34,12 +31,8 @@ def rotate_halves(to: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: 
 
 
 def by_torch(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """The formula of `transformers`, in float32, rounded once; what is not rotated stays."""
-    size = cos.shape[1]
-    wide = keys[..., :size].float()
-    low, high = wide.chunk(2, -1)
-    turned = wide * cos + torch.cat([-high, low], -1) * sin
-    return torch.cat([turned.to(keys.dtype), keys[..., size:]], -1)
+    """In float32, rounded once."""
+    return rotated(keys.float(), cos, sin).to(keys.dtype)
 
 
 @pytest.mark.parametrize("isa", [name for name in runnable() if name != "scalar"])

@@ -11,6 +11,7 @@ import torch
 from kvtool.core.kernels import rope_triton as triton_place
 from kvtool.core.kernels.rope_triton import Piece, Side, described, fits, place
 from tests.codec.processes import compile_for_cuda, needs_triton
+from tests.kernels.formulas import random, rotated
 
 CAPACITY = 150
 SPANS = ((3, 40), (50, 1), (51, 32), (90, 60))  # first position, tokens
@@ -25,23 +26,20 @@ class Shape:
     apart: int = 0  # numbers between rows
 
 
-def draw(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
-
-
 def sides_of(shape: Shape) -> list[tuple[torch.Tensor, torch.Tensor]]:
     found = []
     for _, tokens in SPANS:
-        keys = draw(shape.heads, tokens, shape.head_dim + shape.apart)[:, :, : shape.head_dim].to(shape.dtype)
-        values = draw(tokens, shape.heads, shape.head_dim + shape.apart)[:, :, : shape.head_dim].to(shape.dtype)
-        found.append((keys, values.transpose(0, 1)))
+        width = shape.head_dim + shape.apart
+        keys = random(shape.heads, tokens, width, dtype=shape.dtype, seed=tokens)
+        values = random(tokens, shape.heads, width, dtype=shape.dtype, seed=-tokens).transpose(0, 1)
+        found.append((keys[:, :, : shape.head_dim], values[:, :, : shape.head_dim]))
     return found
 
 
 def turns_of(shape: Shape) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
     if not shape.rotary_dim:
         return None, None
-    angles = draw(CAPACITY, shape.rotary_dim // 2).repeat(1, 2)
+    angles = random(CAPACITY, shape.rotary_dim // 2).repeat(1, 2)
     return angles.cos(), angles.sin()
 
 
@@ -54,10 +52,7 @@ def by_torch(shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
         placed[0, 0, :, span], placed[1, 0, :, span] = keys, values
         if cos is None or sin is None:
             continue
-        wide = keys[:, :, : shape.rotary_dim].float()
-        low, high = wide.chunk(2, -1)
-        turned = wide * cos[span] + torch.cat((-high, low), -1) * sin[span]
-        placed[0, 0, :, span, : shape.rotary_dim] = turned.to(shape.dtype)
+        placed[0, 0, :, span] = rotated(keys.float(), cos[span], sin[span]).to(shape.dtype)
     return placed[0], placed[1]
 
 

@@ -12,6 +12,7 @@ from kvtool.core.kernels.rope import CosSin, RopeTables
 from kvtool.core.kernels.shift import ShiftKernel, ShiftSpans
 from kvtool.core.native.isa import ISAS, runnable
 from kvtool.core.native.threads import use_pool
+from tests.kernels.formulas import random, rotated
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # One number of another rounding, of numbers below 8: sums over probes are added in another order.
@@ -21,10 +22,6 @@ COUNT = 50
 SPANS = [(0, 7), (9, 10), (12, 44)]
 PROBES = [[0, 5], [9], [12, 13, 20, 43]]
 pytestmark = pytest.mark.skipif(not NATIVE, reason="there is no compiler")
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def table_of(rows: int, rotary_dim: int) -> RopeTables:
@@ -42,12 +39,8 @@ def runs_of(rotary_dim: int) -> ShiftSpans:
     return ShiftSpans(np.array(SPANS), np.array([len(rows) for rows in PROBES]), places, factors, table, back)
 
 
-def turned(rows: torch.Tensor, whole: RopeTables) -> torch.Tensor:
-    table = whole.by_name[""]
-    size = table.cos.shape[2]
-    low, high = rows[..., :size].chunk(2, -1)
-    ahead = rows[..., :size] * table.cos[0] + torch.cat([-high, low], -1) * table.sin[0]
-    return torch.cat([ahead, rows[..., size:]], -1)
+def turned(rows: torch.Tensor, table: RopeTables) -> torch.Tensor:
+    return rotated(rows, table.by_name[""].cos[0], table.by_name[""].sin[0])
 
 
 def by_torch(

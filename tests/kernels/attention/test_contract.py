@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 
 from kvtool.core.kernels.attention.dispatch import BACKENDS, AttentionBackend
 from kvtool.core.kernels.attention.params import AttentionCall, AttentionParams, KeyRanges
+from tests.kernels.formulas import attention, random
 
 HEADS, KV_HEADS, DIM, KEYS = 4, 2, 32, 60
 FIRST = 30  # position of the first row
@@ -19,21 +19,6 @@ PARAMS = {
     "softcap": AttentionParams(0.2, softcap=1.5),
     "sinks": AttentionParams(0.2, 16, sinks=torch.linspace(-1, 3, HEADS)),
 }
-
-
-def by_formula(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams, limits: torch.Tensor
-) -> torch.Tensor:
-    """softmax(QKᵀ · scale, capped, of the keys in a row's window, with sinks) V, `[batch, heads, rows, value_dim]`."""
-    key, value = (side.nan_to_num().repeat_interleave(HEADS // KV_HEADS, 1) for side in (key, value))
-    scores = query @ key.transpose(-1, -2) * params.scale
-    if params.softcap is not None:
-        scores = params.softcap * (scores / params.softcap).tanh()
-    distance = limits[:, None] - torch.arange(KEYS)
-    hidden = (distance < 0) | (distance >= (params.window or KEYS))
-    powers = scores.masked_fill(hidden, -math.inf).exp()
-    sinks = torch.zeros(HEADS) if params.sinks is None else params.sinks.exp()
-    return powers @ value / (powers.sum(-1, keepdim=True) + sinks[:, None, None])
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
@@ -46,7 +31,7 @@ def test_backend_computes_the_formula_and_reads_no_undefined_key(
     backend: AttentionBackend, params: AttentionParams, batch: int, rows: int, value_dim: int, on_device: bool
 ) -> None:
     query, key, value = (
-        torch.randn(batch, heads, count, width, generator=torch.Generator().manual_seed(heads + width))
+        random(batch, heads, count, width, seed=heads + width)
         for heads, count, width in ((HEADS, rows, DIM), (KV_HEADS, KEYS, DIM), (KV_HEADS, KEYS, value_dim))
     )
     ranges = KeyRanges.run(range(FIRST, FIRST + rows), params.window, "cpu")
@@ -60,4 +45,5 @@ def test_backend_computes_the_formula_and_reads_no_undefined_key(
     if reason := backend.declines(call):
         pytest.skip(reason)
     attended = backend.attend(query, key, value, params, ranges)
-    torch.testing.assert_close(attended, by_formula(query, key, value, params, limits))
+    expected = attention(query, key.nan_to_num(), value.nan_to_num(), params, limits)
+    torch.testing.assert_close(attended, expected.float())

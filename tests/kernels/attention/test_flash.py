@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
@@ -12,6 +10,8 @@ from kvtool.core.kernels.attention.flash_cpu import Kernel, kernel, shape_mismat
 from kvtool.core.kernels.attention.flash_ir import KEYS, Tiling
 from kvtool.core.kernels.attention.params import AttentionCall, AttentionParams, Spans
 from kvtool.core.native.isa import AVX512_BF16, ISAS, runnable
+from tests.kernels import formulas
+from tests.kernels.formulas import attention
 
 NAMES = [name for name in runnable() if name != "scalar"]
 TILINGS = [Tiling(ISAS[name], stored) for name in NAMES for stored in ("float32", "bfloat16", "float16")]
@@ -33,31 +33,13 @@ every_tiling = pytest.mark.parametrize("tiling", TILINGS, ids=name)
 
 
 def random(tiling: Tiling, *shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(getattr(torch, tiling.stored))
+    return formulas.random(*shape, dtype=getattr(torch, tiling.stored), seed=seed)
 
 
 def scattered(positions: list[int], window: int | None = None) -> Spans:
     places = torch.tensor(positions)
     begins = None if window is None else (places - window + 1).clamp_min(0)
     return Spans([(0, len(positions), 0)], places, begins)
-
-
-def by_formula(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, limits: torch.Tensor, scoring: AttentionParams = PLAIN
-) -> torch.Tensor:
-    """softmax(QKᵀ · scale, keys that a row sees) V, float64."""
-    group = len(query) // len(key)
-    keys, values = (side.double().repeat_interleave(group, 0) for side in (key, value))
-    scores = query.double() @ keys.transpose(1, 2) * scoring.scale
-    if scoring.softcap is not None:
-        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-    places = torch.arange(key.shape[1])
-    scores = scores.masked_fill(places > limits[:, None], -math.inf)
-    if scoring.window is not None:
-        scores = scores.masked_fill(places <= limits[:, None] - scoring.window, -math.inf)
-    powers = torch.exp(scores)
-    sinks = torch.zeros(len(query)) if scoring.sinks is None else torch.exp(scoring.sinks.double())
-    return powers @ values / (powers.sum(-1, keepdim=True) + sinks[:, None, None])
 
 
 def close(tiling: Tiling, out: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -108,7 +90,7 @@ def test_a_row_sees_the_keys_of_its_window_up_to_its_own(
     key, value = random(tiling, heads[1], 200, 32, seed=1), random(tiling, heads[1], 200, 32, seed=2)
     out = kernel(tiling)(query, key, value, scoring, scattered(positions, scoring.window))
     assert out.dtype == query.dtype
-    assert close(tiling, out, by_formula(query, key, value, torch.tensor(positions), scoring))
+    assert close(tiling, out, attention(query, key, value, scoring, torch.tensor(positions)))
 
 
 @every_tiling
@@ -117,7 +99,7 @@ def test_heads_have_any_multiple_of_16(tiling: Tiling, dims: tuple[int, int]) ->
     query, key = random(tiling, 6, 70, dims[0]), random(tiling, 3, KEYS + 5, dims[0], seed=1)
     value, limits = random(tiling, 3, KEYS + 5, dims[1], seed=2), torch.arange(31, KEYS + 5)
     out = kernel(tiling)(query, key, value, PLAIN, Spans([(0, 70, 0)], limits))
-    assert close(tiling, out, by_formula(query, key, value, limits))
+    assert close(tiling, out, attention(query, key, value, PLAIN, limits))
 
 
 @every_tiling
@@ -126,7 +108,7 @@ def test_tensors_may_be_laid_out_as_the_model_has_them(tiling: Tiling) -> None:
     room = torch.full((2, 100, 32), torch.nan, dtype=value.dtype)
     room[:, :30] = value  # in a buffer with spare rows after it
     out = kernel(tiling)(query, key, room[:, :30], PLAIN, scattered(list(range(30))))
-    assert close(tiling, out, by_formula(query, key, value, torch.arange(30)))
+    assert close(tiling, out, attention(query, key, value, PLAIN, torch.arange(30)))
     assert out.transpose(0, 1).is_contiguous()
 
 
@@ -146,7 +128,7 @@ def test_spans_see_the_lead_in_and_their_own_keys(tiling: Tiling, lead: int) -> 
         keys, values = key[:, span], value[:, span]
         if lead_in:
             keys, values = torch.cat([lead_in[0], keys], 1), torch.cat([lead_in[1], values], 1)
-        assert close(tiling, out[:, span], by_formula(query[:, span], keys, values, limits[span]))
+        assert close(tiling, out[:, span], attention(query[:, span], keys, values, PLAIN, limits[span]))
         alone = kernel(tiling)(
             query[:, span], key[:, span], value[:, span], PLAIN, Spans([(0, length, 0)], limits[span].clone()), lead_in
         )
@@ -184,7 +166,7 @@ def test_scores_far_apart_and_far_from_zero(tiling: Tiling) -> None:
     last = torch.arange(KEYS * 2)
     query[..., 0] = key[..., 0] = 40.0
     query[..., 1] = 100.0
-    expected = by_formula(query, key, value, last, AttentionParams(0.2))
+    expected = attention(query, key, value, AttentionParams(0.2), last)
     out = kernel(tiling)(query, key, value, AttentionParams(0.2), scattered(last.tolist()))
     error = (out.double() - expected).norm() / expected.norm()
     assert error < (1e-4 if tiling.stored == "float32" else 4e-3)

@@ -13,6 +13,7 @@ from kvtool.core.kernels.attention import dispatch, eager, sdpa
 from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
 from kvtool.core.model.forward import PackedChunks
 from kvtool.core.native.isa import isa_here
+from tests.kernels.formulas import attention, random
 
 HEADS, KV_HEADS, DIM, LEAD = 4, 2, 16, 11
 LENGTHS = (5, 1, 23, 16)
@@ -23,20 +24,6 @@ def take(backend: str, patch: pytest.MonkeyPatch) -> None:
     if backend == "flash" and isa_here() is None:
         pytest.skip("there is no machine code for this CPU")
     patch.setenv(ATTENTION, backend)
-
-
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def by_formula(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int = 1000
-) -> torch.Tensor:
-    """The rows are the last of the keys: softmax(QKᵀ · scaling, causal) V."""
-    key, value = (side.repeat_interleave(query.shape[1] // side.shape[1], 1) for side in (key, value))
-    rows, keys = query.shape[2], key.shape[2]
-    seen = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows).triu(keys - rows + 1 - window)
-    return (query @ key.transpose(-1, -2) * scaling).masked_fill(~seen, -math.inf).softmax(-1) @ value
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -56,8 +43,9 @@ def test_a_chunk_sees_the_lead_in_and_its_own_past(
         sides = [side[:, :, span] for side in (key, value)]
         if own:
             sides = [torch.cat([first, side], 2) for first, side in zip(own[0], sides, strict=True)]
-        expected = by_formula(query[:, :, span], *sides, 0.3, window or 1000)
-        torch.testing.assert_close(out[:, :, span], expected)
+        limits = torch.arange(lead, lead + length)
+        expected = attention(query[:, :, span], *sides, AttentionParams(0.3, window), limits)
+        torch.testing.assert_close(out[:, :, span], expected.float())
         start += length
 
 
@@ -66,7 +54,7 @@ def test_bfloat16_scores_keep_their_differences(common: float) -> None:
     """A large part that all scores of a row share (Qwen2's key biases) must not swallow their differences."""
     query, key, value = (random(1, 2, 64, 32, seed=i, dtype=torch.bfloat16) for i in range(3))
     query[..., 0], key[..., 0] = math.sqrt(common / 0.2), math.sqrt(common / 0.2)
-    exact = by_formula(query.double(), key.double(), value.double(), 0.2)
+    exact = attention(query, key, value, AttentionParams(0.2), torch.arange(64))
     rows = KeyRanges.run(range(64), None, "cpu")
     found = [one.attend(query, key, value, AttentionParams(0.2), rows).double() for one in (eager, sdpa)]
     errors = [(one - exact).norm() / exact.norm() for one in found]

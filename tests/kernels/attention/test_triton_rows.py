@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from kvtool.core.kernels.attention import triton_rows
-from kvtool.core.kernels.attention.eager import attention_weights
 from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
 from kvtool.core.kernels.attention.triton_rows import Tile, attend, splits_for, tile_for
 from kvtool.core.model.forward import QueryRows
 from tests.codec.processes import compile_for_cuda, needs_triton
+from tests.kernels.formulas import attention
 
 HALF = Tile(16, 16, 4, 2)
 PLAIN = AttentionParams(0.3)
@@ -40,46 +40,10 @@ def made(shape: Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.
     return query.to(shape.dtype), key, value, at
 
 
-def by_formula(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    query, key, value = (side.double() for side in (query, key, value))
-    key, value = (side.repeat_interleave(query.shape[1] // side.shape[1], 1) for side in (key, value))
-    scores = query @ key.transpose(-1, -2) * 0.3
-    return scores.masked_fill(torch.arange(key.shape[2]) > at[:, None], -torch.inf).softmax(-1) @ value
-
-
-def error(out: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((out.double() - exact).norm() / exact.norm())
-
-
-def attended(shape: Shape, tile: Tile | None, splits: int | None, params: AttentionParams = PLAIN) -> torch.Tensor:
+def attended(shape: Shape, tile: Tile | None, splits: int | None, params: AttentionParams) -> torch.Tensor:
     """Runs in the interpreter's process."""
     query, key, value, at = made(shape)
     return attend(query, key, value, params, QueryRows.of(at, "cpu").seen(params.window), tile, splits)
-
-
-@pytest.mark.some(3)
-@needs_triton
-@pytest.mark.parametrize(
-    ("shape", "tile", "splits"),
-    [
-        (Shape(4, 2, 16, 50, 7), None, None),
-        (Shape(4, 2, 16, 50, 50), HALF, 1),
-        (Shape(4, 2, 16, 50, 7), HALF, 3),
-        (Shape(6, 2, 96, 70, 33), Tile(32, 32, 4, 2), 2),
-        (Shape(3, 3, 80, 40, 40), None, 1),
-        (Shape(14, 2, 64, 129, 1), HALF, 5),
-        (Shape(2, 1, 8, 20, 3), None, 1),
-        (Shape(8, 2, 128, 130, 2, torch.float16), None, 4),
-        (Shape(2, 1, 64, 129, 40, torch.bfloat16), HALF, 5),
-    ],
-)
-def test_rows_see_the_keys_up_to_their_own(
-    interpreter: ProcessPoolExecutor, shape: Shape, tile: Tile | None, splits: int | None
-) -> None:
-    out = interpreter.submit(attended, shape, tile, splits).result()
-    query, key, value, at = made(shape)
-    assert out.shape == query.shape
-    assert error(out, by_formula(query, key, value, at)) < (1e-6 if shape.dtype == torch.float32 else 1e-2)
 
 
 SHAPED = {
@@ -89,24 +53,34 @@ SHAPED = {
     "sinks": AttentionParams(0.3, sinks=torch.linspace(-1, 3, 4)),
     "all": AttentionParams(0.3, window=30, softcap=1.5, sinks=torch.linspace(-1, 3, 4)),
 }
+SPLIT = [(Shape(4, 2, 16, 50, 7), HALF, 3), (Shape(4, 2, 16, 90, 90), HALF, 1), (Shape(4, 2, 16, 129, 1), HALF, 5)]
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(6)
 @needs_triton
-@pytest.mark.parametrize("params", SHAPED.values(), ids=SHAPED)
 @pytest.mark.parametrize(
-    ("shape", "tile", "splits"),
-    [(Shape(4, 2, 16, 50, 7), HALF, 3), (Shape(4, 2, 16, 90, 90), HALF, 1), (Shape(4, 2, 16, 129, 1), HALF, 5)],
+    ("shape", "tile", "splits", "params"),
+    [
+        (Shape(4, 2, 16, 50, 7), None, None, PLAIN),
+        (Shape(4, 2, 16, 50, 50), HALF, 1, PLAIN),
+        (Shape(4, 2, 16, 50, 7), HALF, 3, PLAIN),
+        (Shape(6, 2, 96, 70, 33), Tile(32, 32, 4, 2), 2, PLAIN),
+        (Shape(3, 3, 80, 40, 40), None, 1, PLAIN),
+        (Shape(14, 2, 64, 129, 1), HALF, 5, PLAIN),
+        (Shape(2, 1, 8, 20, 3), None, 1, PLAIN),
+        (Shape(8, 2, 128, 130, 2, torch.float16), None, 4, PLAIN),
+        (Shape(2, 1, 64, 129, 40, torch.bfloat16), HALF, 5, PLAIN),
+        *((*case, params) for params in SHAPED.values() for case in SPLIT),
+    ],
 )
-def test_windows_caps_and_sinks(
-    interpreter: ProcessPoolExecutor, shape: Shape, params: AttentionParams, tile: Tile | None, splits: int | None
+def test_rows_see_the_keys_of_their_window_up_to_their_own(
+    interpreter: ProcessPoolExecutor, shape: Shape, tile: Tile | None, splits: int | None, params: AttentionParams
 ) -> None:
     out = interpreter.submit(attended, shape, tile, splits, params).result()
     *sides, at = made(shape)
-    query, key, value = (side.double()[0] for side in sides)
-    weights = attention_weights(query, key, QueryRows.of(at, "cpu").seen(params.window), params).double()
-    exact = weights @ value.repeat_interleave(2, 0)
-    assert error(out[0], exact) < 1e-5
+    exact = attention(*sides, params, at)
+    assert out.shape == exact.shape
+    assert (out.double() - exact).norm() < (1e-6 if shape.dtype == torch.float32 else 1e-2) * exact.norm()
 
 
 def test_arrays_that_do_not_fit_are_refused_before_anything_runs() -> None:

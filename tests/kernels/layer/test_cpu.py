@@ -9,13 +9,10 @@ import torch.nn.functional as F
 from kvtool.core.kernels.layer import cpu
 from kvtool.core.kernels.layer.cpu import LayerKernels, Rounding, layer_kernels
 from kvtool.core.native.isa import ISAS, Isa, runnable
+from tests.kernels.formulas import random, rotated
 from tests.spying import calls_of
 
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-def random(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def close(ours: torch.Tensor, expected: torch.Tensor) -> None:
@@ -31,12 +28,12 @@ def code(request: pytest.FixtureRequest) -> LayerKernels:
 @pytest.mark.parametrize("isa", [ISAS[name] for name in runnable()], ids=str)
 def test_a_norm_that_rounds_once_and_a_rotation_in_float32(isa: Isa) -> None:
     code = layer_kernels(isa, torch.bfloat16, "silu", Rounding(norm_first=False, rope_in_float32=True))
-    x, weight = random(13, 77, dtype=torch.bfloat16, seed=0), random(77, dtype=torch.float32, seed=1)
+    x, weight = random(13, 77, dtype=torch.bfloat16, seed=0), random(77, seed=1)
     normed = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
     assert torch.equal(code.norm(x, weight, 1e-6)[1], (weight * normed).bfloat16())
     queries, keys = (random(9, heads, 64, dtype=torch.bfloat16, seed=heads) for heads in (6, 2))
-    cos, sin = (random(9, 24, dtype=torch.float32, seed=seed).repeat(1, 2) for seed in range(2))
-    expected = [_turned(side.float(), cos, sin).bfloat16() for side in (queries, keys)]
+    cos, sin = (random(9, 24, seed=seed).repeat(1, 2) for seed in range(2))
+    expected = [rotated(side.float(), cos[:, None], sin[:, None]).bfloat16() for side in (queries, keys)]
     code.apply_rope(queries, keys, cos, sin)
     assert torch.equal(queries, expected[0])
     assert torch.equal(keys, expected[1])
@@ -75,17 +72,10 @@ def test_heads_turn_as_the_models_do(code: LayerKernels, dims: tuple[int, int]) 
     head_dim, rotary = dims
     queries, keys = (random(9, heads, head_dim, dtype=code.dtype, seed=heads) for heads in (6, 2))
     cos, sin = (random(9, rotary // 2, dtype=code.dtype, seed=seed).repeat(1, 2) for seed in range(2))
-    expected = [_turned(side, cos, sin) for side in (queries, keys)]
+    expected = [rotated(side, cos[:, None], sin[:, None]) for side in (queries, keys)]
     code.apply_rope(queries, keys, cos, sin)
     assert torch.equal(queries, expected[0])
     assert torch.equal(keys, expected[1])
-
-
-def _turned(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    part = heads[..., : cos.shape[1]]
-    low, high = part.chunk(2, -1)
-    turned = part * cos[:, None] + torch.cat([-high, low], -1) * sin[:, None]
-    return torch.cat([turned, heads[..., cos.shape[1] :]], -1)
 
 
 def test_threads_share_rows_and_change_nothing(code: LayerKernels, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from kvtool.core.kernels.linear.modules import PackedLinear
 from kvtool.core.kernels.linear.qtensor import LAYOUTS, QuantizedTensor
 from kvtool.core.kernels.linear.quantized import least_rows, small_batch_gemm
 from kvtool.core.native.isa import ISAS, Isa, runnable
+from tests.kernels.formulas import random
 from tests.kernels.linear.matrices import random_matrix
 from tests.kernels.linear.reference import dequantize
 from tests.spying import calls_of
@@ -31,10 +32,6 @@ def cases() -> list[tuple[Isa, str, torch.dtype]]:
 
 def weights(matrix: QuantizedTensor) -> torch.Tensor:
     return (dequantize(matrix) if matrix.layout.dense else dequantize(matrix).bfloat16()).double()
-
-
-def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def close(found: torch.Tensor, x: torch.Tensor, matrix: QuantizedTensor, bias: torch.Tensor | None = None) -> None:
