@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
+from itertools import accumulate
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
 
+from kvtool.core.codec import decode
 from kvtool.core.codec import encode as encoder
+from kvtool.core.codec.backend import Backend, CpuBackend
 from kvtool.core.codec.base import NAMES, Encoded, Payload, Profiles
 from kvtool.core.codec.cachegen import CacheGen
 from kvtool.core.codec.fit import fit_profile
@@ -112,6 +117,30 @@ def encoded(
         base = Record.parse(payload).base
         out[level] = item_of(payload, keys, out[str(base)] if base else None)
     return out
+
+
+def changed(item: Encoded, **fields: Any) -> Encoded:
+    """A record whose payload has other values of some fields of `Record`."""
+    return replace(item, payload=b"".join(replace(Record.parse(item.payload), **fields).pack()))
+
+
+def numbers_of(
+    items: Sequence[Encoded], of: Profile, backend: Backend | None = None, layer: int = 0
+) -> np.ndarray[tuple[int, ...], np.dtype[np.int16]]:
+    """The whole numbers that records hold, one record after the other."""
+    ends = list(accumulate(item.shape[1] for item in items))
+    numbers = torch.zeros((ends[-1], of.layout.stride), dtype=torch.int16)
+    records = [(Record.parse(item.payload), item) for item in items]
+    decode.fill(of, [(layer, records, [0, *ends[:-1]])], numbers, backend or CpuBackend())
+    return numbers.numpy()
+
+
+def assert_same_profile(one: Profile, other: Profile) -> None:
+    assert (one.digest, one.about) == (other.digest, other.about)
+    assert torch.equal(one.means, other.means)
+    assert torch.equal(one.basis, other.basis)
+    assert all(np.array_equal(getattr(one, name), getattr(other, name)) for name in ("active", "ids", "fine_ids"))
+    assert np.array_equal(one.tables.frequencies, other.tables.frequencies)
 
 
 def relative(made: torch.Tensor, exact: torch.Tensor) -> float:

@@ -5,7 +5,7 @@ Records of the paper's scheme are read at levels 1 to 4, too: they are made so w
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -14,13 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtool.core.codec import CODECS, decode
-from kvtool.core.codec.backend import CpuBackend
+from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import DTYPES, Encoded, no_profiles
 from kvtool.core.codec.cachegen import shipped
-from kvtool.core.codec.encode import coarsened, encode_levels, symbols_of
+from kvtool.core.codec.encode import coarsened, encode_levels
 from kvtool.core.codec.levels import NESTED, NO_PROFILE, base_level
 from kvtool.core.codec.profile import Profile
+from kvtool.core.codec.rans.coder import symbols_of
 from kvtool.core.codec.rans.tables import ESCAPE, ZERO, TableSet, in_order
 from kvtool.core.codec.record import Record
 from kvtool.core.errors import DamagedError, KvtoolError
@@ -28,11 +28,12 @@ from tests.codec.synthetic import (
     KV,
     LAYERS,
     Model,
+    changed,
     encode_nested,
     encoded,
     fitted,
-    item_of,
     model,
+    numbers_of,
     profile,
     relative,
     shelf,
@@ -212,12 +213,6 @@ def test_layers_of_a_chunk_have_one_length() -> None:
         CODECS["2"].decode_layers(of_another, shelf(profile()))
 
 
-def numbers_of(item: Encoded, of: Profile, layer: int = 0) -> np.ndarray[tuple[int, ...], np.dtype[np.int16]]:
-    out = torch.zeros((item.shape[1], of.layout.stride), dtype=torch.int16)
-    decode.fill(of, [(layer, [(Record.parse(item.payload), item)], [0])], out, CpuBackend())
-    return out.numpy()
-
-
 @pytest.mark.some(4)
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 @pytest.mark.parametrize("groups", [1, 2])
@@ -234,7 +229,7 @@ def test_refined_or_alone(rank: int | None, groups: int, dtype: str) -> None:
         alone = encoded(*kv, [level], of, 1)[level]
         assert Record.parse(alone.payload).base == 0
         assert Record.parse(chain[level].payload).base == (0 if level == NESTED[-1] else int(level) + 1)
-        assert np.array_equal(numbers_of(chain[level], of, 1), numbers_of(alone, of, 1))
+        assert np.array_equal(numbers_of([chain[level]], of, layer=1), numbers_of([alone], of, layer=1))
         assert Record.parse(chain[level].payload).errors == Record.parse(alone.payload).errors
         for one, other in zip(
             decoded(chain[level], level, of, layer=1), decoded(alone, level, of, layer=1), strict=True
@@ -245,7 +240,7 @@ def test_refined_or_alone(rank: int | None, groups: int, dtype: str) -> None:
 
 def test_each_level_is_the_rounded_finer_one() -> None:
     of, kv = profile(), model().kv(0, 90)
-    numbers = [numbers_of(encoded(*kv, [level], of)[level], of) for level in NESTED]
+    numbers = [numbers_of([encoded(*kv, [level], of)[level]], of) for level in NESTED]
     for fine, coarse in pairwise(numbers):
         assert np.array_equal(coarse, np.rint(fine / 3).astype(np.int16))
 
@@ -365,38 +360,23 @@ def test_views_and_their_strides() -> None:
         assert whole == encode_nested(keys[:, 5:20], values[:, 5:20], 0, NESTED, one)
 
 
-def with_base(base: Encoded | None, item: Encoded) -> Encoded:
-    return dataclasses.replace(item, base=base)
+def refused(item: Encoded, level: str, of: Profile | None = None, *, layer: int = 0) -> None:
+    with pytest.raises(DamagedError):
+        decoded(item, level, of, layer=layer)
 
 
-def _base(item: Encoded) -> Encoded:
-    assert item.base is not None
-    return item.base
-
-
-def test_a_profile_that_is_not_there() -> None:
-    of, kv = profile(), model().kv(0, 30)
-    item = encoded(*kv, ["1"], of)["1"]
+def test_a_profile_or_a_layer_that_is_not_the_records() -> None:
+    kv = model().kv(0, 30)
+    item = encoded(*kv, ["1"], profile())["1"]
     for found in (no_profiles, shelf(), shelf(profile(2, 32))):
         with pytest.raises(DamagedError):
             CODECS["1"].decode([item], 0, found)
-
-
-def test_another_profile_than_the_record_names() -> None:
-    kv = model().kv(0, 30)
+    for layer in (-1, 3, 1000):
+        refused(item, "1", profile(), layer=layer)
     for wrong in (profile(groups=2), profile(2, 32), fitted(model(), tokens=399)):
-        for levels in (["1"], NESTED):
-            item = encoded(*kv, levels, profile())["1"]
+        for one in (item, encoded(*kv, NESTED, profile())["1"]):
             with pytest.raises(DamagedError):
-                CODECS["1"].decode([item], 0, {item.payload[64:80]: wrong}.__getitem__)
-
-
-@pytest.mark.parametrize("layer", [-1, 3, 1000])
-def test_a_layer_that_the_profile_does_not_have(layer: int) -> None:
-    of = profile()
-    item = encoded(*model().kv(0, 30), ["1"], of)["1"]
-    with pytest.raises(DamagedError):
-        decoded(item, "1", of, layer=layer)
+                CODECS["1"].decode([one], 0, {one.payload[64:80]: wrong}.__getitem__)
 
 
 def test_of_another_level_or_length() -> None:
@@ -404,32 +384,31 @@ def test_of_another_level_or_length() -> None:
         item = encoded(*model().kv(0, 30), ["2"], of)["2"]
         decoded(item, "2", of)
         for level in ("1", "3", "4"):
-            with pytest.raises(DamagedError):
-                decoded(item, level, of)
+            refused(item, level, of)
         # A profile is as wide as a model's widest layer, so it takes a narrower one: what a record says of its shape is
         # under its digest, and held against the model's.
         narrower = [] if of else [(2, 30, 12)]
         for shape in ((2, 29, 24), (2, 31, 24), (2, 30, 25), (3, 30, 24), *narrower):
-            with pytest.raises(DamagedError):
-                decoded(dataclasses.replace(item, shape=shape), "2", of)
+            refused(replace(item, shape=shape), "2", of)
             with pytest.raises(DamagedError):  # not saved by a sound one before it
-                CODECS["2"].decode([item, dataclasses.replace(item, shape=shape)], 0, shelf(of))
+                CODECS["2"].decode([item, replace(item, shape=shape)], 0, shelf(of))
 
 
 def test_a_base_that_does_not_fit() -> None:
-    """None, or of another level, length or profile."""
+    """None, or of another level, length, profile or scheme."""
     of = profile()
     item = encoded(*model().kv(0, 30), NESTED, of)["1"]
-    below = _base(item)
+    below = item.base
+    assert below is not None
     decoded(item, "1", of)
     others = [encoded(*model().kv(0, tokens), ["2"], of)["2"] for tokens in (29, 31)]
-    wrong = [None, dataclasses.replace(below, base=None), below.base, item, encoded(*model().kv(0, 30), ["1"], of)["1"]]
-    wrong += [*others, *(dataclasses.replace(other, shape=(2, 30, 24)) for other in others)]
+    wrong = [None, replace(below, base=None), below.base, item, encoded(*model().kv(0, 30), ["1"], of)["1"]]
+    wrong += [*others, *(replace(other, shape=(2, 30, 24)) for other in others)]
+    wrong.append(changed(below, transformed=False, streams=Record.parse(below.payload).streams * 4))
     for another in (profile(groups=2), fitted(model(), tokens=399), None):
         wrong.append(encoded(*model().kv(0, 30), ["2"], another)["2"])
     for base in wrong:
-        with pytest.raises(DamagedError):
-            decoded(with_base(base, item), "1", of)
+        refused(replace(item, base=base), "1", of)
 
 
 def test_a_base_of_other_rounding() -> None:
@@ -438,107 +417,77 @@ def test_a_base_of_other_rounding() -> None:
     other = encoded(kv[0] + 0.3 * torch.rand(kv[0].shape), kv[1], ["1", "2"], of)
     for one, base in ((chain, other), (other, chain)):
         with pytest.raises(DamagedError, match="refines another one"):
-            decoded(with_base(base["2"], one["1"]), "1", of)
-    unchecked = dataclasses.replace(Record.parse(chain["1"].payload), base_check=0)
+            decoded(replace(one["1"], base=base["2"]), "1", of)
     with pytest.raises(DamagedError):
-        decoded(dataclasses.replace(chain["1"], payload=b"".join(unchecked.pack())), "1", of)
+        decoded(changed(chain["1"], base_check=0), "1", of)
 
 
 def test_a_base_whose_empty_stream_would_do() -> None:
     """Nothing is coded at any level, so only the header says which level or length a record is of."""
     some = model(2, 32, 20)
-    of = fitted(some, step=60.0)
+    of, other = (fitted(some, step=step) for step in (60.0, 61.0))
     chain = encoded(*some.kv(0, 30), NESTED, of)
     assert not Record.parse(chain["1"].payload).columns
     decoded(chain["1"], "1", of)
-    for base in (chain["1"], chain["3"], chain["4"], encoded(*some.kv(0, 20), NESTED, of)["2"]):
-        with pytest.raises(DamagedError):
-            decoded(with_base(base, chain["1"]), "1", of)
-    other = fitted(some, step=61.0)
-    with pytest.raises(DamagedError):
-        decoded(with_base(encoded(*some.kv(0, 30), NESTED, other)["2"], chain["1"]), "1", of)
-
-
-def test_a_base_that_says_it_is_not_transformed() -> None:
-    of, kv = profile(), model().kv(0, 30)
-    chain = encoded(*kv, ["1", "2"], of)
-    coded = Record.parse(_base(chain["1"]).payload)
-    plain = dataclasses.replace(coded, transformed=False, streams=coded.streams * 4)
-    base = item_of(b"".join(plain.pack()), kv[0])
-    with pytest.raises(DamagedError):
-        decoded(with_base(base, chain["1"]), "1", of)
+    others = (encoded(*some.kv(0, 20), NESTED, of)["2"], encoded(*some.kv(0, 30), NESTED, other)["2"])
+    for base in (chain["1"], chain["3"], chain["4"], *others):
+        refused(replace(chain["1"], base=base), "1", of)
 
 
 def test_a_transformed_record_among_those_without_a_profile() -> None:
-    kv = model().kv(0, 30)
-    sound = encoded(*kv, ["1"])["1"]
-    coded = Record.parse(sound.payload)
-    side = bytes(2 * 4 * 48 + 64)
-    bad = dataclasses.replace(coded, transformed=True, streams=coded.streams[:1], side=side)
-    item = item_of(b"".join(bad.pack()), kv[0])
+    sound = encoded(*model().kv(0, 30), ["1"])["1"]
+    streams = Record.parse(sound.payload).streams[:1]
+    item = changed(sound, transformed=True, streams=streams, side=bytes(2 * 4 * 48 + 64))
     for items in ([sound, item], [item, sound]):
         with pytest.raises(DamagedError):
             CODECS["1"].decode(items, 0, shelf())
 
 
 def test_side_information_that_does_not_fit() -> None:
-    kv = model().kv(0, 30)
-    coded = Record.parse(encoded(*kv, ["1"])["1"].payload)
+    item = encoded(*model().kv(0, 30), ["1"])["1"]
+    known = Record.parse(item.payload).side
     unknown = bytes([len(shipped())])
-    for side in (coded.side + b"\0", coded.side[:-1], b"", coded.side[:-1] + unknown, b"\xff" * len(coded.side)):
-        payload = b"".join(dataclasses.replace(coded, side=side).pack())
-        with pytest.raises(DamagedError):
-            decoded(item_of(payload, kv[0]), "1")
+    for side in (known + b"\0", known[:-1], b"", known[:-1] + unknown, b"\xff" * len(known)):
+        refused(changed(item, side=side), "1")
 
 
 def test_marks_that_are_not_those_of_the_stream() -> None:
     of = profile()
     keys, values = model().kv(0, 30)
     keys[0, 3] += 400.0
+    one, two = np.array([1], np.int16), np.array([1, 1], np.int16)
     for source in (of, None):
         item = encoded(keys, values, ["1"], source)["1"]
-        coded = Record.parse(item.payload)
-        escapes = coded.escapes
+        escapes = Record.parse(item.payload).escapes
         assert len(escapes.marked)
         just_outside = 30 * 128 if source else 2 * 30 * 64
-        for changed in (
-            dataclasses.replace(escapes, marked=escapes.marked[:-1]),
-            dataclasses.replace(escapes, marked=np.append(escapes.marked, np.int16(1))),
-            dataclasses.replace(escapes, marked=escapes.marked[:0]),
-            dataclasses.replace(escapes, places=np.array([10**6], np.uint32), placed=np.array([1], np.int16)),
-            dataclasses.replace(escapes, places=np.array([just_outside], np.uint32), placed=np.array([1], np.int16)),
-            dataclasses.replace(escapes, places=np.array([5, 5], np.uint32), placed=np.array([1, 1], np.int16)),
+        for wrong in (
+            replace(escapes, marked=escapes.marked[:-1]),
+            replace(escapes, marked=np.append(escapes.marked, np.int16(1))),
+            replace(escapes, marked=escapes.marked[:0]),
+            replace(escapes, places=np.array([10**6], np.uint32), placed=one),
+            replace(escapes, places=np.array([just_outside], np.uint32), placed=one),
+            replace(escapes, places=np.array([5, 5], np.uint32), placed=two),
         ):
-            payload = b"".join(dataclasses.replace(coded, escapes=changed).pack())
-            with pytest.raises(DamagedError):
-                decoded(item_of(payload, keys), "1", source)
+            refused(changed(item, escapes=wrong), "1", source)
+    refining = encoded(*model().kv(0, 30), NESTED, of)["1"]  # which knows no marks
+    escapes = Record.parse(refining.payload).escapes
+    assert not len(escapes.marked)
+    refused(changed(refining, escapes=replace(escapes, marked=one)), "1", of)
 
 
-def test_a_refinement_knows_no_marks() -> None:
-    of = profile()
-    chain = encoded(*model().kv(0, 30), NESTED, of)
-    coded = Record.parse(chain["1"].payload)
-    assert not len(coded.escapes.marked)
-    changed = dataclasses.replace(coded.escapes, marked=np.array([1], np.int16))
-    payload = b"".join(dataclasses.replace(coded, escapes=changed).pack())
-    with pytest.raises(DamagedError):
-        decoded(dataclasses.replace(chain["1"], payload=payload), "1", of)
-
-
-@pytest.mark.parametrize("odd", [float("inf"), float("-inf"), float("nan")])
-def test_numbers_that_are_not_finite_are_refused(odd: float) -> None:
-    keys, values = torch.randn(2, 5, 16), torch.randn(2, 5, 16)
-    values[1, 2, 3] = odd
-    for level in ("2", "cachegen-2"):
-        with pytest.raises(KvtoolError, match="finite"):
-            CODECS[level].encode_layers([(keys, values)], fitted(Model(2, 16)))
-
-
-@pytest.mark.parametrize(("level", "size"), [("cachegen-2", 1e18), ("cachegen-2", 1e37), ("2", 1e37)])
-def test_numbers_whose_error_cannot_be_stated_are_refused(level: str, size: float) -> None:
-    keys, values = torch.randn(2, 30, 16) * size, torch.randn(2, 30, 16)
-    with pytest.raises(KvtoolError, match="too large"):
-        CODECS[level].encode_layers([(keys, values)], fitted(Model(2, 16)))
+@pytest.mark.parametrize(
+    ("level", "size", "words"),
+    [
+        *((level, odd, "finite") for level in ("2", "cachegen-2") for odd in (np.inf, -np.inf, np.nan)),
+        *((level, size, "too large") for level, size in (("cachegen-2", 1e18), ("cachegen-2", 1e37), ("2", 1e37))),
+    ],
+)
+def test_numbers_that_cannot_be_coded_are_refused(level: str, size: float, words: str) -> None:
+    keys, values = torch.randn(2, 2, 30, 16)
+    keys[1, 2, 3] = 1.0
+    with pytest.raises(KvtoolError, match=words):
+        CODECS[level].encode_layers([(keys * size, values)], fitted(Model(2, 16)))
 
 
 def test_without_a_profile_a_record_is_the_papers() -> None:

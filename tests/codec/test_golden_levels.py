@@ -23,7 +23,7 @@ from kvtool.core.codec.profile import FORMAT as PROFILE_FORMAT
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.rans.tables import ALPHABET, ESCAPE, SLOTS, ZERO, TableSet
 from kvtool.core.codec.record import FORMAT, Record
-from tests.codec.synthetic import KV, encode_nested, item_of, shelf
+from tests.codec.synthetic import KV, assert_same_profile, encode_nested, item_of, shelf
 
 FOLDER = Path(__file__).with_name("golden")
 HEADS, TOKENS, DIM = 2, 12, 20
@@ -116,8 +116,8 @@ def committed(name: str, like: torch.Tensor) -> Encoded:
     return item_of(stored(name), like, base)
 
 
-def decoded(name: str, dtype: torch.dtype = torch.float32) -> KV:
-    like = torch.empty((HEADS, TOKENS, DIM), dtype=dtype)
+def decoded(name: str) -> KV:
+    like = torch.empty((HEADS, TOKENS, DIM))
     profile = Profile.from_bytes(stored("profile"))
     return CODECS[name[-1]].decode([committed(name, like)], 0, shelf(profile))[0]
 
@@ -132,13 +132,7 @@ def test_a_profile_is_written_as_it_was() -> None:
 
 
 def test_a_profile_is_read_as_it_was() -> None:
-    read, made = Profile.from_bytes(stored("profile")), handmade()
-    assert read.digest.hex() == noted("profile")
-    assert read.about == made.about
-    assert torch.equal(read.means, made.means)
-    assert torch.equal(read.basis, made.basis)
-    assert all(np.array_equal(getattr(read, name), getattr(made, name)) for name in ("active", "ids", "fine_ids"))
-    assert np.array_equal(read.tables.frequencies, made.tables.frequencies)
+    assert_same_profile(Profile.from_bytes(stored("profile")), handmade())
 
 
 @pytest.mark.parametrize("name", [*TRANSFORMED, *PLAIN])
@@ -153,28 +147,6 @@ def test_records_are_written_as_they_were(name: str, machine: str) -> None:
 @pytest.mark.parametrize("name", [*TRANSFORMED, *PLAIN])
 def test_records_are_read_as_they_were(name: str, machine: str) -> None:
     assert digest_of(decoded(name)) == noted(name)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", [*TRANSFORMED, *PLAIN])
-def test_in_half_precision(name: str, dtype: torch.dtype) -> None:
-    for half, full in zip(decoded(name, dtype), decoded(name), strict=True):
-        assert half.dtype == dtype
-        assert (half.float() - full).abs().max() <= 2**-7 * full.abs().max()
-
-
-@pytest.mark.parametrize("name", TRANSFORMED)
-def test_to_the_nearest_step(name: str) -> None:
-    profile = handmade()
-    wide = 3 ** (int(name[-1]) - 1)
-    layout = profile.layout
-    numbers = []
-    for kv in (source(), decoded(name)):
-        sides = torch.stack(kv).transpose(1, 2).reshape(2, TOKENS, -1) - profile.means[0, :, None]
-        grouped = sides.view(2, TOKENS, layout.groups, layout.size).transpose(1, 2).double()
-        numbers.append((grouped @ torch.linalg.inv(profile.basis[0].double())).numpy())
-    fine = np.rint(numbers[0])
-    assert np.array_equal(numbers[1], np.floor((fine + wide // 2) / wide) * wide)
 
 
 def test_the_header() -> None:

@@ -71,23 +71,22 @@ def test_the_layout() -> None:
     assert GOLDEN[8 + first + second :][:6] == bytes([0, 1, 0, 65, 0, 128])
 
 
-@pytest.mark.parametrize("size", [0, 7, 8, 20])
-def test_truncated(size: int) -> None:
+BOMB = zstandard.ZstdCompressor().compress(bytes(2**30))
+FITS = (1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("payload", "shape"),
+    [
+        *((GOLDEN[:size], FITS) for size in (0, 7, 8, 20)),
+        *((GOLDEN, shape) for shape in ((1, 2, 2), (1, 2, 4), (2**16, 2**16, 2**16))),
+        (struct.pack("<2I", len(BOMB), len(BOMB)) + BOMB + BOMB + bytes(12), FITS),  # which claims two gigabytes
+    ],
+    ids=lambda given: str(len(given)),
+)
+def test_payloads_that_do_not_fit(payload: bytes, shape: tuple[int, int, int]) -> None:
     with pytest.raises(DamagedError):
-        CODEC.decode_one(GOLDEN[:size], (1, 2, 3), "bfloat16")
-
-
-def test_of_another_shape() -> None:
-    for shape in ((1, 2, 2), (1, 2, 4), (2**16, 2**16, 2**16)):
-        with pytest.raises(DamagedError):
-            CODEC.decode_one(GOLDEN, shape, "bfloat16")
-
-
-def test_a_frame_that_claims_a_gigabyte() -> None:
-    bomb = zstandard.ZstdCompressor().compress(bytes(2**30))
-    payload = struct.pack("<2I", len(bomb), len(bomb)) + bomb + bomb + bytes(12)
-    with pytest.raises(DamagedError, match="do not fit"):
-        CODEC.decode_one(payload, (1, 2, 3), "bfloat16")
+        CODEC.decode_one(payload, shape, "bfloat16")
 
 
 def test_mutated_payloads_give_an_error_or_a_tensor() -> None:

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from itertools import accumulate
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from kvtool.core.codec import CODECS, decode
-from kvtool.core.codec.backend import Backend, CpuBackend, GpuBackend
+from kvtool.core.codec import CODECS
+from kvtool.core.codec.backend import GpuBackend
 from kvtool.core.codec.base import Encoded
 from kvtool.core.codec.decode import decodes_there
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.record import Record
 from kvtool.core.errors import DamagedError
 from tests.codec.processes import needs_triton
-from tests.codec.synthetic import KV, Model, encoded, model, profile, relative, shelf
+from tests.codec.synthetic import KV, Model, changed, encoded, model, numbers_of, profile, relative, shelf
 
 pytestmark = needs_triton
 CPU = torch.device("cpu")
@@ -31,18 +30,10 @@ def on_device(items: list[Encoded], level: str, data: bytes) -> tuple[np.ndarray
     return numbers_of(items, of, GpuBackend(CPU)), CODECS[level].decode(items, 0, shelf(of), CPU)
 
 
-def numbers_of(items: Sequence[Encoded], of: Profile, backend: Backend) -> np.ndarray:
-    ends = list(accumulate(item.shape[1] for item in items))
-    numbers = torch.zeros((ends[-1], of.layout.stride), dtype=torch.int16)
-    records = [(Record.parse(item.payload), item) for item in items]
-    decode.fill(of, [(0, records, [0, *ends[:-1]])], numbers, backend)
-    return numbers.numpy()
-
-
 def check(interpreter: ProcessPoolExecutor, items: Sequence[Encoded], level: str, of: Profile) -> None:
     """The same numbers, hence the same tensors but for the order of sums."""
     numbers, pairs = interpreter.submit(on_device, list(items), level, of.data).result()
-    assert np.array_equal(numbers, numbers_of(items, of, CpuBackend()))
+    assert np.array_equal(numbers, numbers_of(items, of))
     for ours, pair in zip(pairs, CODECS[level].decode(items, 0, shelf(of)), strict=True):
         for mine, side in zip(ours, pair, strict=True):
             assert mine.dtype == side.dtype
@@ -94,16 +85,14 @@ def test_columns_that_are_not_coded(interpreter: ProcessPoolExecutor) -> None:
 def test_marks_that_are_not_those_of_the_stream(interpreter: ProcessPoolExecutor) -> None:
     of = profile()
     item = encoded(*outlying(5), ["1"], of)["1"]
-    coded = Record.parse(item.payload)
-    marked, outside = coded.escapes.marked, np.array([5 * 128], np.uint32)
-    for changed in (
-        dataclasses.replace(coded.escapes, marked=marked[:-1]),
-        dataclasses.replace(coded.escapes, marked=np.append(marked, np.int16(1))),
-        dataclasses.replace(coded.escapes, places=outside, placed=np.array([1], np.int16)),
+    escapes, outside = Record.parse(item.payload).escapes, np.array([5 * 128], np.uint32)
+    for wrong in (
+        replace(escapes, marked=escapes.marked[:-1]),
+        replace(escapes, marked=np.append(escapes.marked, np.int16(1))),
+        replace(escapes, places=outside, placed=np.array([1], np.int16)),
     ):
-        payload = b"".join(dataclasses.replace(coded, escapes=changed).pack())
         with pytest.raises(DamagedError):
-            interpreter.submit(on_device, [dataclasses.replace(item, payload=payload)], "1", of.data).result()
+            interpreter.submit(on_device, [changed(item, escapes=wrong)], "1", of.data).result()
 
 
 def test_only_cuda_decodes() -> None:

@@ -13,9 +13,10 @@ from kvtool.core.codec import transform_kernels as products
 from kvtool.core.codec.backend import CpuBackend, GpuBackend, TorchBackend, backend_for
 from kvtool.core.codec.base import DTYPES
 from kvtool.core.codec.cachegen import shipped
-from kvtool.core.codec.encode import coarsened, finer_symbols
+from kvtool.core.codec.encode import coarsened
 from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.profile import SIDES, Layout
+from kvtool.core.codec.rans.coder import finer_symbols
 from kvtool.core.codec.rans.tables import ZERO, in_order
 from kvtool.core.common.machine import FEATURES
 from kvtool.core.errors import DamagedError
@@ -160,7 +161,7 @@ def test_a_record_does_not_depend_on_its_batch(
 ) -> None:
     of, kvs = profile(groups=groups), some_layers(53)
     single = [encode_nested(*kv, layer, NESTED, of) for layer, kv in enumerate(kvs)]
-    monkeypatch.setattr(encode, "AT_ONCE", at_once)
+    monkeypatch.setattr(encode, "ENCODED_AT_ONCE", at_once)
     encode.encode_nested(of, range(LAYERS), some_layers(70), NESTED)
     together = encode.encode_nested(of, range(LAYERS), kvs, NESTED)
     for level in NESTED:

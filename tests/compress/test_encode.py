@@ -13,9 +13,9 @@ import torch
 from kvtool.core.cache import writer as writers
 from kvtool.core.cache.layout import REPAIR
 from kvtool.core.cache.store import Store
-from kvtool.core.codec.decode import TransformCodec
 from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.lossless import Lossless
+from kvtool.core.codec.transform import TransformCodec
 from kvtool.core.compress import job
 from kvtool.core.compress.job import _is_sound
 from kvtool.core.errors import DamagedError

@@ -77,7 +77,7 @@ def test_heads_that_are_not_rotated_in_halves(monkeypatch: pytest.MonkeyPatch) -
 def _kernel_and_torch(
     heads: int, kv_heads: int, dim: int, rotary: int, normed: bool, rows: int, fused: bool
 ) -> list[list[torch.Tensor]]:
-    from kvtool.core.kernels.heads_triton import place
+    from kvtool.core.kernels.heads_triton import place_heads
 
     draw = torch.Generator().manual_seed(rows)
     sizes = [heads * dim, kv_heads * dim, kv_heads * dim]
@@ -93,7 +93,7 @@ def _kernel_and_torch(
     for buffer in buffers:
         buffer.keys.fill_(7.0)
         buffer.values.fill_(7.0)
-    ours = place(*parts, norms, table, at, buffers[0].keys, buffers[0].values)
+    ours = place_heads(*parts, norms, table, at, buffers[0].keys, buffers[0].values)
     query, key, value = (part.reshape(1, rows, -1, dim).transpose(1, 2) for part in parts)
     if norms is not None:
         query, key = norms[0].normed(query), norms[1].normed(key)
@@ -125,7 +125,7 @@ def test_the_kernel_places_heads(interpreter: ProcessPoolExecutor, shape: tuple[
 @pytest.mark.some(2)
 @pytest.mark.parametrize("wrong", ["keys", "at", "table", "buffer"])
 def test_what_would_leave_its_arrays_is_refused(wrong: str) -> None:
-    from kvtool.core.kernels.heads_triton import place
+    from kvtool.core.kernels.heads_triton import place_heads
 
     parts = {"queries": torch.zeros(3, 64), "keys": torch.zeros(3, 32), "values": torch.zeros(3, 32)}
     table = CosSin(torch.ones(1, 3, 16), torch.ones(1, 3, 16))
@@ -139,4 +139,4 @@ def test_what_would_leave_its_arrays_is_refused(wrong: str) -> None:
     if wrong == "buffer":
         buffers[1] = torch.zeros(1, 2, 8, 16)
     with pytest.raises(ValueError, match=r"rows|place|shape|heads"):
-        place(*parts.values(), None, table, at, *buffers)
+        place_heads(*parts.values(), None, table, at, *buffers)

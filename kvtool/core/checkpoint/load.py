@@ -151,10 +151,10 @@ def load_tokenizer(files: ModelFiles) -> Any:
             return plain
     with quiet(), _explained(files):
         if (files.folder / "tokenizer.json").is_file():
-            from transformers.tokenization_utils_tokenizers import TokenizersBackend as Tokenizer
+            from transformers.tokenization_utils_tokenizers import TokenizersBackend as Reader
         else:
-            from transformers import AutoTokenizer as Tokenizer
-        tokenizer = Tokenizer.from_pretrained(str(files.folder), local_files_only=True, trust_remote_code=False)
+            from transformers import AutoTokenizer as Reader
+        tokenizer = Reader.from_pretrained(str(files.folder), local_files_only=True, trust_remote_code=False)
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise ModelError(f"the tokenizer of {files.ref} has no fast form", "add a tokenizer.json to the model's folder")
     tokenizer.backend_tokenizer.no_truncation()

@@ -1,4 +1,8 @@
-"""Supported models: those whose KV can be cut, moved and fused, by their configuration; a refusal states its reason."""
+"""Supported models: those whose KV can be cut, moved and fused, by their configuration; a refusal states its reason.
+
+A multimodal checkpoint holds a whole language model, whose weights have a prefix in their names. That model is built
+without the rest, and only its weights are read from the files.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Text submodel of a multimodal checkpoint: its configuration, its class, and the names of its weights.
-
-A multimodal checkpoint holds a whole language model, whose weights have a prefix in their names. That model is built
-without the rest, and only its weights are read from the files.
-"""
+"""Text submodel of a multimodal checkpoint: its configuration, its class, and the names of its weights."""
 
 from __future__ import annotations
 

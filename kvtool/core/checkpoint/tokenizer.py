@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tokenizers import AddedToken
-from tokenizers import Tokenizer as Backend
+if TYPE_CHECKING:
+    from tokenizers import AddedToken
+    from tokenizers import Tokenizer as Backend
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -46,6 +47,8 @@ class Tokenizer:
 
 def read_tokenizer(folder: Path) -> Tokenizer | None:
     """Read a folder's tokenizer; None: transformers would change something of it."""
+    from tokenizers import Tokenizer as Backend
+
     path = folder / "tokenizer.json"
     if not path.is_file() or any((folder / name).exists() for name in _UNREAD):
         return None

@@ -27,9 +27,8 @@ from kvtool.core.codec.base import (
     shape_of_layer,
     wide_sides,
 )
-from kvtool.core.codec.encode import symbols_of
 from kvtool.core.codec.profile import Profile
-from kvtool.core.codec.rans.coder import Decoding, Encoding, decode, encode
+from kvtool.core.codec.rans.coder import Decoding, Encoding, decode, encode, symbols_of
 from kvtool.core.codec.rans.tables import ESCAPE, I16, LANES, U16, ZERO, TableSet, in_order
 from kvtool.core.codec.record import Escapes, Record
 from kvtool.core.errors import DamagedError, KvtoolError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from types import MappingProxyType
 
 import numpy as np
@@ -15,16 +15,15 @@ from kvtool.core.codec.backend import CpuBackend, sides_of
 from kvtool.core.codec.base import LayerKV, Payload, wide_sides
 from kvtool.core.codec.levels import NESTED, check_of, coarser, level_of, nested
 from kvtool.core.codec.profile import SIDES, CodedColumns, Profile
-from kvtool.core.codec.rans import coder, kernels_ir
-from kvtool.core.codec.rans.tables import I16, U8, U32, Columns, Stream
+from kvtool.core.codec.rans.coder import Encoding, encode, finer_symbols, symbols_of
+from kvtool.core.codec.rans.tables import I16, U32, Stream
 from kvtool.core.codec.record import Escapes, Record
 from kvtool.core.codec.row_subset import tail_of
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError, KvtoolError
-from kvtool.core.native.jit import Kind, kernel
-from kvtool.core.native.job import Job, Jobs, address, scratch
+from kvtool.core.native.job import scratch
 
-AT_ONCE = 2 << 20  # bytes of keys and values, or one layer: what is made of them stays in a core's cache
+ENCODED_AT_ONCE = 2 << 20  # bytes of keys and values, or one layer: what is made of them stays in a core's cache
 _NO_BASES: Mapping[str, Sequence[Payload]] = MappingProxyType({})
 _NOTHING, _NOWHERE = np.empty(0, np.int16), np.empty(0, np.uint32)
 
@@ -81,7 +80,7 @@ def encode_nested(
     order = sorted(levels, key=NESTED.index, reverse=True)  # coarsest first: a finer one names it
     made: dict[str, list[Sequence[Payload]]] = {level: [] for level in order}
     keys = kvs[0][0]
-    step = max(1, AT_ONCE // max(1, SIDES * keys.numel() * keys.element_size()))
+    step = max(1, ENCODED_AT_ONCE // max(1, SIDES * keys.numel() * keys.element_size()))
     for start, end in pairwise([*range(0, len(kvs), step), len(kvs)]):
         slab = _Slab(profile, layers[start:end], kvs[start:end])
         below: dict[str | None, list[Sequence[Payload]]] = {}
@@ -159,14 +158,14 @@ class _Slab:
 
     def _alone(self, level: str, coded: Sequence[CodedColumns]) -> tuple[list[Stream], list[I16]]:
         found = symbols_of(self._of(level), [of.alone for of in coded])
-        jobs = [coder.Encoding(symbols, of.alone) for (symbols, _), of in zip(found, coded, strict=True)]
-        return coder.encode(*jobs), [marked for _, marked in found]
+        jobs = [Encoding(symbols, of.alone) for (symbols, _), of in zip(found, coded, strict=True)]
+        return encode(*jobs), [marked for _, marked in found]
 
     def _refined(self, level: str, coded: Sequence[CodedColumns]) -> tuple[list[Stream], list[I16]]:
         columns = [of.fine for of in coded if of.fine is not None]
         found = finer_symbols(self._of(level), self._of(coarser(level) or ""), columns)
-        jobs = [coder.Encoding(symbols, of, contexts) for (symbols, contexts), of in zip(found, columns, strict=True)]
-        return coder.encode(*jobs), [_NOTHING] * len(coded)
+        jobs = [Encoding(symbols, of, contexts) for (symbols, contexts), of in zip(found, columns, strict=True)]
+        return encode(*jobs), [_NOTHING] * len(coded)
 
     def _outside(self, level: str, coded: Sequence[CodedColumns]) -> list[U32]:
         """Find the places of numbers other than 0 in columns that are not coded."""
@@ -198,84 +197,3 @@ def coarsened(numbers: I16, out: I16 | None = None) -> I16:
     """
     nearest = np.add(numbers, np.int16(1), out=out)
     return np.floor_divide(nearest, np.int16(3), out=nearest)
-
-
-def symbols_of(numbers: I16, columns: Sequence[Columns]) -> list[tuple[U8, I16]]:
-    """Make symbols of layers' numbers `[layers, rows, stride]`, which have the places of a decoder's output.
-
-    Returns for each layer symbols `[rows, columns]` in this thread's memory, ESCAPE where a column's table lacks the
-    number; and the numbers of these escapes, row by row. Raises ValueError: numbers are not int16, too few, or those of
-    a row are not side by side.
-    """
-    _check_numbers(numbers, columns)
-    symbols = _cut("symbols", numbers.shape[1], columns)
-    marked = scratch("marked", sum(part.size for part in symbols), np.int16)
-    starts = [0, *accumulate(part.size for part in symbols)][:-1]
-    counts = np.zeros(len(symbols), np.int64)
-    addresses = [of.for_encoder for of in columns]
-    jobs = _jobs(kernels_ir.SYMBOLS, numbers, columns)
-    jobs.set(
-        low=[of.low for of in addresses],
-        many=[of.many for of in addresses],
-        symbols=[address(part) for part in symbols],
-        escapes=address(counts) + counts.itemsize * np.arange(len(counts)),
-        marked=address(marked) + marked.itemsize * np.array(starts, np.int64),
-    )
-    _run(jobs, kernels_ir.symbols_module, symbols)
-    return [
-        (part, marked[start : start + count].copy())
-        for part, start, count in zip(symbols, starts, counts.tolist(), strict=True)
-    ]
-
-
-def finer_symbols(numbers: I16, coarse: I16, columns: Sequence[Columns]) -> list[tuple[U8, U8]]:
-    """Symbols and contexts `[rows, columns]` that refine coarser numbers to finer ones (see coder.decode).
-
-    Numbers are `[layers, rows, stride]`; what is returned is in this thread's memory.
-    """
-    _check_numbers(numbers, columns)
-    _check_numbers(coarse, columns)
-    symbols, contexts = (_cut(name, numbers.shape[1], columns) for name in ("symbols", "contexts"))
-    jobs = _jobs(kernels_ir.FINER, numbers, columns)
-    jobs.set(
-        coarse=address(coarse) + coarse.strides[0] * np.arange(len(coarse)),
-        symbols=[address(part) for part in symbols],
-        contexts=[address(part) for part in contexts],
-    )
-    _run(jobs, kernels_ir.finer_module, symbols)
-    return list(zip(symbols, contexts, strict=True))
-
-
-def _check_numbers(numbers: I16, columns: Sequence[Columns]) -> None:
-    fits = numbers.ndim == 3 and len(numbers) == len(columns)
-    if (
-        not fits
-        or (numbers.size and numbers.strides[2] != numbers.itemsize)
-        or numbers.dtype != np.int16
-        or max((of.reach for of in columns), default=0) > numbers.shape[2]
-    ):
-        raise ValueError("numbers are int16 [layers, rows, stride], as wide as the columns reach")
-
-
-def _cut(name: str, rows: int, columns: Sequence[Columns]) -> list[U8]:
-    widths = [of.ids.shape[0] for of in columns]
-    ends = list(accumulate(rows * width for width in widths))
-    whole = scratch(name, ends[-1] if ends else 0, np.uint8)
-    return [whole[end - rows * width : end].reshape(rows, width) for end, width in zip(ends, widths, strict=True)]
-
-
-def _jobs(job: Job, numbers: I16, columns: Sequence[Columns]) -> Jobs:
-    jobs = Jobs(job, len(columns))
-    jobs.set(
-        numbers=address(numbers) + numbers.strides[0] * np.arange(len(columns)),
-        stride=numbers.strides[1],
-        places=[address(of.places) for of in columns],
-        rows=numbers.shape[1],
-        blocks=[len(of.places) for of in columns],
-    )
-    return jobs
-
-
-def _run(jobs: Jobs, kind: Kind, symbols: Sequence[U8]) -> None:
-    jobs.keep(np.array([part.size > 0 for part in symbols], np.bool_))  # a kernel's loops run once at least
-    jobs.run(kernel(kind))

@@ -49,7 +49,7 @@ _WHOLE = (
     Level(RAW, ".lossless:Raw", lossless=True, verbatim=True, bits=16.0),
     Level("lossless", ".lossless:Lossless", lossless=True, bits=11.0),
     *(
-        Level(name, ".decode:TransformCodec", nested=True, profiled=True, bits=bits)
+        Level(name, ".transform:TransformCodec", nested=True, profiled=True, bits=bits)
         for name, bits in zip(NESTED, _BITS, strict=True)
     ),
 )

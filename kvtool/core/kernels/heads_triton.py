@@ -15,7 +15,7 @@ from kvtool.core.kernels.triton_jit import jit
 if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-_ROWS = 16  # of one program
+_HEAD_ROWS = 16  # of one program
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class HeadNorm:
         return F.rms_norm(wide, self.weight.shape, self.weight, self.epsilon).to(heads.dtype)
 
 
-def place(
+def place_heads(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -48,26 +48,26 @@ def place(
     buffers, each less than their capacity, which the caller has to ensure: the kernel does not check.
     """
     kv_heads, head_dim = key_buffer.shape[1], key_buffer.shape[3]
-    _check(queries, keys, values, table, at, key_buffer, value_buffer)
+    _check_heads(queries, keys, values, table, at, key_buffer, value_buffer)
     rows, heads = len(at), queries.shape[1] // head_dim
     out = queries.new_empty((1, rows, heads, head_dim))
     if not rows:
         return out.transpose(1, 2)
     cos, sin = (table.cos, table.sin) if table is not None else (queries, queries)
     first, second = (norm.weight for norm in norms) if norms is not None else (queries, queries)
-    _kernel()[(-(-rows // _ROWS), heads + 2 * kv_heads)](
+    _heads_kernel()[(-(-rows // _HEAD_ROWS), heads + 2 * kv_heads)](
         queries, keys, values, out, key_buffer, value_buffer, at, cos, sin, first, second,
         norms[0].epsilon if norms is not None else 0.0, norms[1].epsilon if norms is not None else 0.0, rows,
         queries.stride(0), keys.stride(0), values.stride(0), cos.stride(-2) if table is not None else 0,
         key_buffer.stride(1), key_buffer.stride(2), value_buffer.stride(1), value_buffer.stride(2),
         HEADS=heads, KV_HEADS=kv_heads, DIM=head_dim, WIDTH=1 << (head_dim - 1).bit_length(),
-        ROTARY=0 if table is None else table.cos.shape[-1], NORMED=norms is not None, ROWS=_ROWS,
+        ROTARY=0 if table is None else table.cos.shape[-1], NORMED=norms is not None, ROWS=_HEAD_ROWS,
         num_warps=4,
     )  # fmt: skip
     return out.transpose(1, 2)
 
 
-def _check(
+def _check_heads(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -92,14 +92,14 @@ def _check(
 
 
 @functools.cache
-def _kernel() -> Any:
-    return jit(_place, _normed, _rotated, _turned, unspecialized=("rows",))
+def _heads_kernel() -> Any:
+    return jit(_place_heads, _normed, _rotated, _turned, unspecialized=("rows",))
 
 
 # Below: Triton, which takes no numbers of this module.
 
 
-def _place(
+def _place_heads(
     queries: tl.tensor, keys: tl.tensor, values: tl.tensor, out: tl.tensor, key_buffer: tl.tensor,
     value_buffer: tl.tensor, at: tl.tensor, cos: tl.tensor, sin: tl.tensor, query_weight: tl.tensor,
     key_weight: tl.tensor, query_epsilon: tl.tensor, key_epsilon: tl.tensor, rows: tl.tensor, query_row: tl.tensor,

@@ -1,6 +1,7 @@
-"""Placing of a layer's keys and values in a prompt's buffers on a GPU, the keys rotated, in one launch.
+"""Placing of a layer's keys and values in a prompt's buffers on a GPU, the keys rotated, in one launch of Triton.
 
-A table of addresses says where the numbers are. Its entries are checked on the host, before the kernel follows them.
+A table of addresses says where the segments' numbers are. Its entries are checked on the host, before the kernel
+follows them.
 """
 
 from __future__ import annotations

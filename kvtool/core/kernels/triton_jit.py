@@ -1,4 +1,4 @@
-"""Compilation of Triton kernels at their first use: nothing imports triton before."""
+"""Compilation of Triton kernels at their first use."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def _found(find: Callable[[str], Any]) -> bool:
 def jit(kernel: Callable[..., None], *parts: Callable[..., Any], unspecialized: tuple[str, ...] = ()) -> Any:
     """Make a Triton kernel of a function whose module has `tl` only for type checkers, and of the functions it calls.
 
-    Triton compiles one for each set of its constants; a caller keeps it. For 1 and multiples of 16 of `unspecialized`
-    numbers no separate kernel is made. Raises KvtoolError: triton is missing.
+    Nothing imports triton before. Triton compiles one for each set of its constants; a caller keeps it. For 1 and
+    multiples of 16 of `unspecialized` numbers no separate kernel is made. Raises KvtoolError: triton is missing.
     """
     try:
         import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from kvtool.core.kernels.attention.params import AttentionParams
-from kvtool.core.kernels.heads_triton import HeadNorm, place
+from kvtool.core.kernels.heads_triton import HeadNorm, place_heads
 from kvtool.core.kernels.rope import CosSin, rotate_halves_torch
 from kvtool.core.kernels.triton_jit import has_triton
 from kvtool.core.model.forward import Ends, Forward, Heads, Map
@@ -78,7 +78,7 @@ class CudaLayer:
 
     def write(self, heads: Heads, angles: CosSin | None, places: torch.Tensor, buffer: BufferLayer) -> torch.Tensor:
         if self.by_kernel:
-            return place(*heads, self.head_norms, angles, places, buffer.keys, buffer.values)
+            return place_heads(*heads, self.head_norms, angles, places, buffer.keys, buffer.values)
         queries, keys, values = self.rotate(heads, angles)
         buffer.scatter(places, keys, values)
         return queries

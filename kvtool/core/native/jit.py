@@ -1,4 +1,4 @@
-"""Just-in-time compilation of LLVM IR to machine code in this process, without a C compiler, and its cache on disk.
+"""Just-in-time compilation of LLVM IR to machine code in this process, without a C compiler; its cache on disk.
 
 Code that is read from the cache is run: so it is taken only from a folder of the user's own that nobody else can write
 to, and only if its digest, which covers its source, is right.

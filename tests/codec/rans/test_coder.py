@@ -11,8 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvtool.core.codec.encode import symbols_of
-from kvtool.core.codec.rans.coder import Decoding, decode
+from kvtool.core.codec.rans.coder import Decoding, decode, symbols_of
 from kvtool.core.codec.rans.tables import Columns, Stream, in_order
 from kvtool.core.errors import DamagedError
 from kvtool.core.native import jit

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
@@ -12,11 +13,12 @@ import pytest
 import torch
 
 from kvtool.core.codec.rans import triton as coder
-from kvtool.core.codec.rans.tables import Columns, Stream, TableSet, quantised
+from kvtool.core.codec.rans.tables import Columns, Stream
 from kvtool.core.codec.rans.triton import CudaDecoding, decode_batch_cuda
 from kvtool.core.errors import DamagedError, KvtoolError
 from tests.codec.processes import compile_for_cuda, needs_triton
 from tests.codec.rans.reference import decode, encode
+from tests.codec.rans.streams import TERNARY, symbols_for, table_set
 
 GAP = -77
 CPU = torch.device("cpu")
@@ -35,21 +37,15 @@ def compiled(capability: int, refine: bool, ballot: bool) -> tuple[str, str, int
     return built.asm["ttgir"], built.asm["ptx"], len(built.asm["cubin"])
 
 
-def _tables(rng: np.random.Generator, count: int, symbols: range) -> TableSet:
-    rows = np.zeros((count, 256))
-    rows[:, symbols.start : symbols.stop] = rng.random((count, len(symbols))) ** 2 + 0.01
-    return TableSet(np.stack([quantised(row) for row in rows]))
-
-
 def _job(rng: np.random.Generator, rows: int, columns: int, refine: bool = False) -> tuple[CudaDecoding, torch.Tensor]:
     """A job with gaps in its output, and what the reference makes of it."""
-    tables = _tables(rng, 9, range(127, 130) if refine else range(40, 230))
-    ids = rng.integers(0, 7, columns).astype(np.uint16)
+    tables = TERNARY if refine else table_set(int(rng.integers(99)))
+    ids = rng.integers(0, len(tables) - 2, columns).astype(np.uint16)
     coarse = rng.integers(-4, 5, (rows, columns))
     contexts = np.minimum(np.abs(coarse), 2).astype(np.uint8) if refine else None
-    which = ids[None, :] + (0 if contexts is None else contexts)
-    weights = np.cumsum(tables.frequencies[which].astype(np.float64), -1) / 2048
-    symbols = np.asarray((rng.random((rows, columns, 1)) >= weights).sum(-1), np.uint8)
+    symbols = symbols_for(
+        tables, np.broadcast_to(ids.astype(np.int64), coarse.shape) + (contexts if refine else 0), rng
+    )
     stream = encode(symbols, ids, tables, contexts)
     numbers = decode(stream, rows, ids, tables, contexts).astype(np.int64) - 128
     groups = columns // 32
@@ -100,43 +96,27 @@ def test_table_sets_may_be_mixed_and_an_output_shared(interpreter: ProcessPoolEx
     assert torch.equal(outs[1], second_expected)
 
 
-def _hostile(stream: Stream, how: str) -> Stream:
-    words, states = stream.words.copy(), stream.states.copy()
-    if how == "no words":
-        words = words[:0]
-    elif how == "a word short":
-        words = words[:-1]
-    elif how == "a word too many":
-        words = np.append(words, np.uint16(7))
-    elif how == "a flipped state":
-        states[63] ^= np.uint32(1 << 20)
-    elif how == "states of nothing":
-        states[:] = 0
-    else:
-        words[len(words) // 2] ^= np.uint16(1)
-    return Stream.of(words, states)
+HOSTILE: dict[str, Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]] = {
+    "no words": lambda words, states: (words[:0], states),
+    "a word short": lambda words, states: (words[:-1], states),
+    "a word too many": lambda words, states: (np.append(words, np.uint16(7)), states),
+    "a flipped state": lambda words, states: (words, states ^ (np.arange(64) == 63).astype(np.uint32) * (1 << 20)),
+    "states of nothing": lambda words, states: (words, states * np.uint32(0)),
+    "a flipped word": lambda words, states: (words ^ (np.arange(len(words)) == len(words) // 2), states),
+}
 
 
 @pytest.mark.some(2)
 @needs_triton
 @pytest.mark.parametrize(
-    ("how", "refine"),
-    [
-        ("no words", False),
-        ("a word short", False),
-        ("a word too many", False),
-        ("a flipped state", False),
-        ("states of nothing", False),
-        ("a flipped word", False),
-        ("a word short", True),
-        ("a flipped state", True),
-    ],
+    ("how", "refine"), [*((how, False) for how in HOSTILE), ("a word short", True), ("a flipped state", True)]
 )
 def test_a_hostile_stream_is_refused(interpreter: ProcessPoolExecutor, how: str, refine: bool) -> None:
     rng = np.random.default_rng(3)
     (good, _), (bad, _) = _job(rng, 1, 64, refine=refine), _job(rng, 20 if refine else 4, 64, refine=refine)
     assert len(bad.stream.words) > 3
-    bad = dataclasses.replace(bad, stream=_hostile(bad.stream, how))
+    words, states = HOSTILE[how](bad.stream.words, bad.stream.states)
+    bad = dataclasses.replace(bad, stream=Stream.of(words.astype(np.uint16), states.astype(np.uint32)))
     with pytest.raises(DamagedError):
         interpreter.submit(decoded, [good, bad]).result()
 

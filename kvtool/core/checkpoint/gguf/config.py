@@ -1,21 +1,17 @@
-"""Configuration of a GGUF file's model for `transformers`, whose own reader ignores much of the metadata.
-
-A value that it ignores becomes that of one published model, and answers are wrong without a word: the base of
-StarCoder2's positions, the windows of Phi-3, the width of experts, the heads of Gemma 4's layers, the scaling of RoPE.
-(Checked with 5.23.)
-"""
+"""Configuration of a GGUF file's model for `transformers`."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any
 
 from kvtool.core.checkpoint.gguf.header import OTHER_MODEL, GgufHeader, TensorInfo
 from kvtool.core.errors import ModelError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 GPT_OSS, _GEMMA4 = "gpt-oss", "gemma4"
 # Names in the file that the reader does not know, and the configuration's names.
@@ -197,6 +193,8 @@ def _proportional(stored: npt.NDArray[np.float32]) -> dict[str, Any]:
 
 
 def _llama3(gguf: Path, header: GgufHeader, stored: npt.NDArray[np.float32]) -> dict[str, Any]:
+    import numpy as np
+
     base = float(header.value("rope.freq_base") or 10_000.0)
     for factor in _LLAMA3_FACTORS:
         wanted = llama3_divisors(base, len(stored), factor)
@@ -215,4 +213,6 @@ def llama3_divisors(base: float, pairs: int, factor: float) -> list[float]:
 
 
 def _numbers(gguf: Path, tensor: TensorInfo) -> npt.NDArray[np.float32]:
+    import numpy as np
+
     return np.fromfile(gguf, np.float32, tensor.nbytes // 4 if tensor.kind == 0 else 0, offset=tensor.start)

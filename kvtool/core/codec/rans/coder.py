@@ -1,4 +1,4 @@
-"""rANS encoder and decoder in machine code that checks nothing: all arrays and lengths are checked here."""
+"""rANS encoder and decoder, and symbols of numbers, in machine code that checks nothing: arrays are checked here."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from itertools import accumulate
 
 import numpy as np
 
-from kvtool.core.codec.rans.kernels_ir import ENCODE, Decode, Encode
+from kvtool.core.codec.rans.kernels_ir import ENCODE, FINER, SYMBOLS, Decode, Encode, finer_module, symbols_module
 from kvtool.core.codec.rans.tables import I16, LANES, LEAST_STATE, MOST_CONTEXT, U8, Columns, Stream
 from kvtool.core.errors import DamagedError
-from kvtool.core.native.jit import Function, kernel
-from kvtool.core.native.job import Jobs, address, scratch
+from kvtool.core.native.jit import Function, Kind, kernel
+from kvtool.core.native.job import Job, Jobs, address, scratch
 
 _SLACK = 16  # words an encoder may write after the last: those of a register
 _NOTHING = np.zeros(1, np.int16)
@@ -173,3 +173,87 @@ def run(function: Function, jobs: Sequence[Decoding]) -> list[tuple[int, int]]:
     memory = np.array(fields, np.int64)
     function(address(memory), len(memory))
     return [(read, escapes) for read, escapes in results.tolist()]
+
+
+# ---- numbers ⇄ symbols ------------------------------------------------------------------------------------------
+
+
+def symbols_of(numbers: I16, columns: Sequence[Columns]) -> list[tuple[U8, I16]]:
+    """Make symbols of layers' numbers `[layers, rows, stride]`, which have the places of a decoder's output.
+
+    Returns for each layer symbols `[rows, columns]` in this thread's memory, ESCAPE where a column's table lacks the
+    number; and the numbers of these escapes, row by row. Raises ValueError: numbers are not int16, too few, or those of
+    a row are not side by side.
+    """
+    _check_numbers(numbers, columns)
+    symbols = _cut("symbols", numbers.shape[1], columns)
+    marked = scratch("marked", sum(part.size for part in symbols), np.int16)
+    starts = [0, *accumulate(part.size for part in symbols)][:-1]
+    counts = np.zeros(len(symbols), np.int64)
+    addresses = [of.for_encoder for of in columns]
+    jobs = _symbol_jobs(SYMBOLS, numbers, columns)
+    jobs.set(
+        low=[of.low for of in addresses],
+        many=[of.many for of in addresses],
+        symbols=[address(part) for part in symbols],
+        escapes=address(counts) + counts.itemsize * np.arange(len(counts)),
+        marked=address(marked) + marked.itemsize * np.array(starts, np.int64),
+    )
+    _run_symbols(jobs, symbols_module, symbols)
+    return [
+        (part, marked[start : start + count].copy())
+        for part, start, count in zip(symbols, starts, counts.tolist(), strict=True)
+    ]
+
+
+def finer_symbols(numbers: I16, coarse: I16, columns: Sequence[Columns]) -> list[tuple[U8, U8]]:
+    """Symbols and contexts `[rows, columns]` that refine coarser numbers to finer ones (see `decode`).
+
+    Numbers are `[layers, rows, stride]`; what is returned is in this thread's memory.
+    """
+    _check_numbers(numbers, columns)
+    _check_numbers(coarse, columns)
+    symbols, contexts = (_cut(name, numbers.shape[1], columns) for name in ("symbols", "contexts"))
+    jobs = _symbol_jobs(FINER, numbers, columns)
+    jobs.set(
+        coarse=address(coarse) + coarse.strides[0] * np.arange(len(coarse)),
+        symbols=[address(part) for part in symbols],
+        contexts=[address(part) for part in contexts],
+    )
+    _run_symbols(jobs, finer_module, symbols)
+    return list(zip(symbols, contexts, strict=True))
+
+
+def _check_numbers(numbers: I16, columns: Sequence[Columns]) -> None:
+    fits = numbers.ndim == 3 and len(numbers) == len(columns)
+    if (
+        not fits
+        or (numbers.size and numbers.strides[2] != numbers.itemsize)
+        or numbers.dtype != np.int16
+        or max((of.reach for of in columns), default=0) > numbers.shape[2]
+    ):
+        raise ValueError("numbers are int16 [layers, rows, stride], as wide as the columns reach")
+
+
+def _cut(name: str, rows: int, columns: Sequence[Columns]) -> list[U8]:
+    widths = [of.ids.shape[0] for of in columns]
+    ends = list(accumulate(rows * width for width in widths))
+    whole = scratch(name, ends[-1] if ends else 0, np.uint8)
+    return [whole[end - rows * width : end].reshape(rows, width) for end, width in zip(ends, widths, strict=True)]
+
+
+def _symbol_jobs(job: Job, numbers: I16, columns: Sequence[Columns]) -> Jobs:
+    jobs = Jobs(job, len(columns))
+    jobs.set(
+        numbers=address(numbers) + numbers.strides[0] * np.arange(len(columns)),
+        stride=numbers.strides[1],
+        places=[address(of.places) for of in columns],
+        rows=numbers.shape[1],
+        blocks=[len(of.places) for of in columns],
+    )
+    return jobs
+
+
+def _run_symbols(jobs: Jobs, kind: Kind, symbols: Sequence[U8]) -> None:
+    jobs.keep(np.array([part.size > 0 for part in symbols], np.bool_))  # a kernel's loops run once at least
+    jobs.run(kernel(kind))
