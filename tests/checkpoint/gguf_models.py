@@ -1,6 +1,6 @@
 """Tiny models of many architectures as GGUF files: real metadata, packed weights, as llama.cpp's converter has them.
 
-`gguf_writing.py` writes them.
+`gguf_files.py` writes them.
 """
 
 from __future__ import annotations

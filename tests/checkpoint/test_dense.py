@@ -17,8 +17,8 @@ from kvtool.core.checkpoint.hub import resolve
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.hf import check
 from tests import families
+from tests.checkpoint.gguf_files import written
 from tests.checkpoint.gguf_models import IN_GGUF
-from tests.checkpoint.gguf_writing import written
 from tests.families import edit_config, save_tiny
 
 IDS = list(range(5, 45))
@@ -105,21 +105,21 @@ def test_unlisted_settings_are_refused(changes: dict[str, Any], tmp_path: Path) 
         read_architecture(config | changes)
 
 
-@pytest.mark.parametrize("change", ["more", "fewer", "bias", "shape", "no head", "tied"])
+OTHER_WEIGHTS: dict[str, dict[str, torch.Tensor | None]] = {  # None: without it
+    "more": {"model.layers.1.self_attn.gate.weight": torch.ones(4, 4)},
+    "fewer": {"model.layers.1.input_layernorm.weight": None},
+    "no head": {"lm_head.weight": None},  # which would be the embedding if it were tied
+    "bias": {"model.norm.bias": torch.ones(64)},
+    "shape": {"model.layers.1.mlp.up_proj.weight": torch.ones(128, 63)},
+    "tied": {},
+}
+
+
+@pytest.mark.parametrize("change", OTHER_WEIGHTS)
 def test_transformers_decides_about_other_weights(change: str, tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path)
-    weights = load_file(folder / "model.safetensors")
-    if change == "more":
-        weights["model.layers.1.self_attn.gate.weight"] = torch.ones(4, 4)
-    elif change == "fewer":
-        del weights["model.layers.1.input_layernorm.weight"]
-    elif change == "no head":  # which would be the embedding if it were tied
-        del weights["lm_head.weight"]
-    elif change == "tied":
+    weights = load_file(folder / "model.safetensors") | OTHER_WEIGHTS[change]
+    save_file({name: weight for name, weight in weights.items() if weight is not None}, folder / "model.safetensors")
+    if change == "tied":
         edit_config(folder, tie_word_embeddings=True)
-    elif change == "bias":
-        weights["model.norm.bias"] = torch.ones(64)
-    else:
-        weights["model.layers.1.mlp.up_proj.weight"] = torch.ones(128, 63)
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
     assert load._dense_model(resolve(str(folder)), "float32", stays=True, int8=False) is None

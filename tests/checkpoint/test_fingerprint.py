@@ -17,7 +17,6 @@ from kvtool.core.checkpoint import files
 from kvtool.core.checkpoint.files import ModelFiles, file_digest
 from kvtool.core.checkpoint.hub import model_fingerprint
 from kvtool.core.common.files import cache_dir
-from kvtool.core.errors import ModelError
 from tests.families import edit_config
 
 
@@ -149,11 +148,6 @@ def test_many_writers_lose_nothing(tmp_path: Path) -> None:
     with ThreadPoolExecutor(len(paths)) as threads:
         [*threads.map(file_digest, paths)]
     assert set(json.loads((cache_dir() / "digests.json").read_text())) == {str(path) for path in paths}
-
-
-def test_damaged_conversion(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="damaged"):
-        model_fingerprint(ModelFiles("x.gguf", tmp_path, "gguf"), "float32")
 
 
 def test_no_torch(folder: Path) -> None:

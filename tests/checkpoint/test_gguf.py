@@ -31,9 +31,8 @@ from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.spec import relative_error
 from kvtool.core.model.tokens import encode
 from kvtool.core.session.gate import check_invariants
-from tests.checkpoint.gguf_files import add_value, finish, write_gguf
+from tests.checkpoint.gguf_files import add_value, finish, write_gguf, written
 from tests.checkpoint.gguf_models import IN_GGUF, InGguf
-from tests.checkpoint.gguf_writing import written
 from tests.families import tiny_model, tiny_tokenizer
 from tests.fusion.making import CHUNKS, PREFIX
 

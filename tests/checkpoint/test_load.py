@@ -85,17 +85,13 @@ def test_missing_weights(files: ModelFiles) -> None:
     assert "model.layers.1.mlp.up_proj.weight" in refused(files).message
 
 
-def test_weights_of_another_shape(files: ModelFiles) -> None:
-    edit_config(files.folder, intermediate_size=96)
-    refused(files)
-
-
 @pytest.mark.parametrize(
     "changes",
     [
         {"model_type": "nonsense"},
         {"model_type": None},
         {"hidden_size": "many"},
+        {"intermediate_size": 96},  # not that of the weights
         {"auto_map": {"AutoConfig": "evil.Config"}, "model_type": "evil"},
         {"num_attention_heads": 0},
         {"quantization_config": {"quant_method": "gptq", "bits": 4}},
@@ -145,18 +141,19 @@ def test_no_such_dtype(files: ModelFiles, dtype: str) -> None:
 @pytest.mark.parametrize(
     ("stated", "native", "device", "meant"),
     [
-        ("bfloat16", True, "cpu", "bfloat16"),
-        ("bfloat16", False, "cpu", "float32"),
-        ("float16", True, "cpu", "float32"),
-        ("float32", True, "cpu", "float32"),
-        ("float16", True, "mps", "float16"),
-        ("torch.bfloat16", True, "cpu", "bfloat16"),
+        ({"dtype": "bfloat16"}, True, "cpu", "bfloat16"),
+        ({"dtype": "bfloat16"}, False, "cpu", "float32"),
+        ({"dtype": "float16"}, True, "cpu", "float32"),
+        ({"dtype": "float32"}, True, "cpu", "float32"),
+        ({"dtype": "float16"}, True, "mps", "float16"),
+        ({"dtype": "torch.bfloat16"}, True, "cpu", "bfloat16"),
+        ({"dtype": None, "torch_dtype": "float16"}, True, "mps", "float16"),  # the key's old name
     ],
 )
 def test_auto_dtype(
-    files: ModelFiles, monkeypatch: pytest.MonkeyPatch, stated: str, native: bool, device: str, meant: str
+    files: ModelFiles, monkeypatch: pytest.MonkeyPatch, stated: dict[str, Any], native: bool, device: str, meant: str
 ) -> None:
-    edit_config(files.folder, dtype=stated)
+    edit_config(files.folder, **stated)
     monkeypatch.setenv("KVTOOL_CPU_FEATURES", "avx2 avx512_bf16" if native else "avx2")
     assert resolve_dtype("auto", device, files) == meant
 
@@ -165,11 +162,6 @@ def test_auto_dtype_from_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyP
     edit_config(save_tiny("llama", tmp_path, dtype="bfloat16"), dtype=None)
     monkeypatch.setenv("KVTOOL_CPU_FEATURES", "avx512_bf16")
     assert resolve_dtype("auto", "cpu", resolve(str(tmp_path))) == "bfloat16"
-
-
-def test_old_torch_dtype_key(files: ModelFiles) -> None:
-    edit_config(files.folder, dtype=None, torch_dtype="float16")
-    assert resolve_dtype("auto", "mps", files) == "float16"
 
 
 def test_damaged_settings_of_a_gguf_file_are_made_again(tmp_path: Path) -> None:

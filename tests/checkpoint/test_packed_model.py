@@ -1,26 +1,32 @@
-"""Packed layers: many rows give what bfloat16 weights give, bit for bit; one row what the file's do."""
+"""Packed layers: many rows give what bfloat16 weights give, bit for bit; one row what the file's do.
+
+Weights of a GGUF file are in memory packed as in the file, each under its name.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
+from kvtool.core.checkpoint.gguf.header import read_header
 from kvtool.core.checkpoint.hub import model_fingerprint, resolve
 from kvtool.core.checkpoint.load import load_model
+from kvtool.core.errors import ModelError
 from kvtool.core.kernels.linear import modules
 from kvtool.core.kernels.linear.modules import PackedEmbedding, PackedLinear
-from kvtool.core.kernels.linear.qtensor import LAYOUTS
+from kvtool.core.kernels.linear.qtensor import LAYOUTS, READERS
 from kvtool.core.kernels.linear.quantized import dequantize_rows, gemv
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import LeadIn, PrefillItem, prefill_chunks
 from tests import families
 from tests.checkpoint.gguf_files import write_gguf
-from tests.families import save_tiny
-from tests.kernels.linear.matrices import random_matrix
-from tests.kernels.linear.reference import dequantize
+from tests.families import save_tiny, tiny_model
+from tests.kernels.linear.matrices import dequantize, random_matrix
 
 KINDS = [kind for kind, layout in LAYOUTS.items() if not layout.dense]
 IDS = list(range(5, 60))
@@ -125,3 +131,38 @@ def test_a_bfloat16_checkpoint_stays_so_under_float32_arithmetic(name: str, tmp_
     assert torch.allclose(logits, expected, atol=1e-4)
     (expected, _), (logits, _) = (decoder.prefill(IDS[:1]) for decoder in (reference, packed))
     assert torch.allclose(logits, expected, atol=1e-4)
+
+
+WRITABLE = [kind for kind in READERS if not kind.endswith("k")]  # by llama.cpp's library
+
+
+@pytest.mark.parametrize("kind", WRITABLE)
+def test_matrices_have_their_numbers_and_rows(kind: str, tmp_path: Path) -> None:
+    """Those of queries and keys, which llama.cpp reorders, included."""
+    stored, plain = gguf.GGMLQuantizationType[kind.upper()], dict(tiny_model("llama", "bfloat16").named_modules())
+    files = resolve(str(write_gguf(tmp_path / "x.gguf", kinds={"": kind.upper()})))
+    packed, unpacked = (load_model(files, device="cpu", dtype="float32", packed=packed) for packed in (True, False))
+    for name, layer in packed.model.named_modules():
+        if hasattr(layer, "matrix"):
+            blocks = gguf.quants.quantize(plain[name].weight.float().numpy(), stored)
+            expected = torch.from_numpy(gguf.quants.dequantize(blocks, stored))
+            assert layer.matrix.kind == kind
+            assert torch.equal(dequantize(layer.matrix), expected)
+            assert torch.equal(unpacked.model.get_submodule(name).weight, expected.bfloat16().float())
+
+
+def test_a_scale_that_is_not_finite_is_an_error_of_the_file(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "x.gguf", kinds={"": "Q4_1"})
+    tensor, data = read_header(path).tensors["blk.1.attn_k.weight"], bytearray(path.read_bytes())
+    data[tensor.start + 20 : tensor.start + 22] = np.float16(np.nan).tobytes()
+    path.write_bytes(data)
+    for packed in (True, False):
+        with pytest.raises(ModelError, match=r"blk\.1\.attn_k\.weight' is damaged: a scale is not a finite number"):
+            load_model(resolve(str(path)), device="cpu", packed=packed)
+
+
+def test_a_file_that_changed_under_the_command_is_refused(tmp_path: Path) -> None:
+    files = resolve(str(write_gguf(tmp_path / "x.gguf", kinds={"": "Q4_1"})))
+    write_gguf(tmp_path / "x.gguf", kinds={"": "Q4_0"})
+    with pytest.raises(ModelError, match="has changed"):
+        model_fingerprint(files, "float32")

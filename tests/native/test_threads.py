@@ -127,21 +127,6 @@ def test_each_share_is_done_once(
     assert current() is None
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [2, 3, 6])
-def test_each_share_of_many_jobs_is_done_once(number: int, helping: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "openmp", lambda: pytest.fail("the pool is passed over"))
-    with use_pool(number) as pool:
-        assert comes_to(helping, number - 1)
-        assert pool is not None
-        for _ in range(100):
-            job = new_job()
-            pool.run(counting(), ctypes.addressof(job), number)
-            assert list(job[2:]) == [1] * TASKS
-    pool.end()
-    assert comes_to(helping, 0)
-
-
 @pytest.mark.parametrize("number", [1, 2, 3, 5])
 def test_threads_meet_at_a_barrier_and_wake_from_any_sleep(number: int) -> None:
     function, meet = meeting(50), Barrier()

@@ -1,4 +1,7 @@
-"""Every attention backend against the formula, for each kind of call that it does not decline on this CPU."""
+"""Every attention backend against the formula, for each kind of call that it does not decline on this CPU.
+
+And attention weights as numbers: block by block as all at once.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvtool.core.kernels.attention import eager
 from kvtool.core.kernels.attention.dispatch import BACKENDS, AttentionBackend
+from kvtool.core.kernels.attention.eager import attention_weights, mean_weights
 from kvtool.core.kernels.attention.params import AttentionCall, AttentionParams, KeyRanges
+from kvtool.core.model.attention import QueryRows
 from tests.kernels.formulas import attention, random
 
 HEADS, KV_HEADS, DIM, KEYS = 4, 2, 32, 60
@@ -47,3 +53,43 @@ def test_backend_computes_the_formula_and_reads_no_undefined_key(
     attended = backend.attend(query, key, value, params, ranges)
     expected = attention(query, key.nan_to_num(), value.nan_to_num(), params, limits)
     torch.testing.assert_close(attended, expected.float())
+
+
+SCORINGS = [
+    AttentionParams(0.25),
+    AttentionParams(0.7, window=7),
+    AttentionParams(0.7, softcap=1.0),
+    AttentionParams(0.7, sinks=torch.ones(6)),
+]
+
+
+@pytest.mark.parametrize("positions", [[0], [39], [5, 6, 30, 39], list(range(40))], ids=str)
+@pytest.mark.parametrize("heads", [(2, 2), (6, 2), (5, 1)], ids=str)
+@pytest.mark.parametrize("scoring", SCORINGS, ids=["plain", "window", "cap", "sinks"])
+def test_the_mean_over_heads(
+    heads: tuple[int, int], positions: list[int], scoring: AttentionParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw, at = torch.Generator().manual_seed(0), torch.tensor(positions)
+    query, key = torch.randn(heads[0], len(at), 16, generator=draw), torch.randn(heads[1], 40, 16, generator=draw)
+    sinks = None if scoring.sinks is None else scoring.sinks[: heads[0]]
+    scoring, seen = replace(scoring, sinks=sinks), QueryRows.of(at, "cpu").seen(scoring.window)
+    expected = attention_weights(query, key, seen, scoring).mean(0)
+    torch.testing.assert_close(mean_weights(query, key, seen, scoring), expected)
+    monkeypatch.setattr(eager, "_WEIGHT_BYTES", 4 * heads[0] * 40 * 3)  # a few rows at a time
+    torch.testing.assert_close(mean_weights(query, key, seen, scoring), expected)
+    places = torch.arange(40)
+    assert torch.equal(expected.gt(0), (places <= at[:, None]) & (places > at[:, None] - (scoring.window or 40)))
+    whole = torch.ones(len(at))  # a sink's share is no key's
+    assert torch.allclose(expected.sum(1), whole) == (sinks is None)
+
+
+def test_a_batch_is_its_items_one_by_one() -> None:
+    drawn = torch.Generator().manual_seed(3)
+    query, key, value = (torch.randn((2, heads, 5, 16), generator=drawn) for heads in (4, 2, 2))
+    params = AttentionParams(scale=0.25, softcap=20.0)
+    seen = QueryRows.of(torch.arange(5), "cpu").seen(None)
+    both = eager.attend(query, key, value, params, seen)
+    assert both.shape == (2, 4, 5, 16)
+    for item in range(2):
+        own = (side[item : item + 1] for side in (query, key, value))
+        assert torch.equal(both[item : item + 1], eager.attend(*own, params, seen))

@@ -15,9 +15,7 @@ from kvtool.core.kernels.linear.qtensor import LAYOUTS, READERS, none, take_rows
 from kvtool.core.native.builder import module
 from kvtool.core.native.isa import ISAS, runnable
 from kvtool.core.native.jit import compiled
-from tests.kernels.linear.blocks import COLUMNS, HALVES, ROWS, random_blocks
-from tests.kernels.linear.matrices import random_matrix
-from tests.kernels.linear.reference import dequantize
+from tests.kernels.linear.matrices import COLUMNS, HALVES, ROWS, dequantize, random_blocks, random_matrix
 
 PACKED = [kind for kind, layout in LAYOUTS.items() if not layout.dense]
 

@@ -14,8 +14,7 @@ from kvtool.core.kernels.linear.qtensor import LAYOUTS, QuantizedTensor
 from kvtool.core.native.builder import module
 from kvtool.core.native.isa import ISAS, runnable
 from kvtool.core.native.jit import compiled
-from tests.kernels.linear.matrices import random_matrix
-from tests.kernels.linear.reference import dequantize
+from tests.kernels.linear.matrices import dequantize, random_matrix
 
 Product = Callable[..., None]
 SIZES = [(1, 32), (3, 64), (5, 256), (9, 288), (2, 576), (4, 1536)]

@@ -24,8 +24,7 @@ from kvtool.core.native.isa import (
     multiplies_int8,
     runnable,
 )
-from tests.kernels.linear.matrices import random_matrix
-from tests.kernels.linear.reference import dequantize
+from tests.kernels.linear.matrices import dequantize, random_matrix
 
 HERE = {isa.name: multiplies_int8(isa) for isa in (AVX2, AVX512, NEON) if isa.name in runnable()}
 SETS = sorted({isa for isa in (*HERE.values(), AVX512 if "avx512" in HERE else None) if isa}, key=str)

@@ -12,8 +12,7 @@ from kvtool.core.kernels.linear.qtensor import LAYOUTS, QuantizedTensor
 from kvtool.core.kernels.linear.quantized import least_rows, small_batch_gemm
 from kvtool.core.native.isa import ISAS, Isa, runnable
 from tests.kernels.formulas import random
-from tests.kernels.linear.matrices import random_matrix
-from tests.kernels.linear.reference import dequantize
+from tests.kernels.linear.matrices import dequantize, random_matrix
 from tests.spying import calls_of
 
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8}  # of a result, by the sum of what it is the sum of

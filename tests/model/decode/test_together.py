@@ -16,8 +16,8 @@ from kvtool.core.model.decode.native import NativeBackend
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.native.isa import ISAS, Isa, best_isa, multiplies_int8, runnable
+from tests.checkpoint.gguf_files import written
 from tests.checkpoint.gguf_models import IN_GGUF
-from tests.checkpoint.gguf_writing import written
 from tests.families import NATIVE
 from tests.fusion.making import case, new_case, tokens
 from tests.model.decode.test_native import trusted
