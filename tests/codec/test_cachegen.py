@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import DTYPES, Encoded, no_profiles
 from kvtool.core.codec.cachegen import shipped
-from kvtool.core.codec.encode import coarsened, encode_levels
+from kvtool.core.codec.encode import encode_levels
 from kvtool.core.codec.levels import NESTED, NO_PROFILE, base_level
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.rans.coder import symbols_of
@@ -303,13 +303,6 @@ def test_columns_whose_tables_know_only_zero() -> None:
     assert Record.parse(chain["4"].payload).columns == 0
     for level in NESTED:
         check_law(chain[level], level, kv, of)
-
-
-@given(numbers=st.lists(st.integers(-32767, 32766), min_size=1, max_size=20))
-def test_whole_numbers_nest(numbers: list[int]) -> None:
-    fine = np.array(numbers, np.int16)
-    assert coarsened(fine).tolist() == [(number + 1) // 3 for number in numbers]
-    assert np.array_equal(coarsened(fine, np.empty_like(fine)), coarsened(fine))
 
 
 def test_a_table_that_knows_escapes_only() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -203,27 +204,22 @@ def test_refining_by_any_number(machine: str) -> None:
 
 def test_two_threads(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jit, "kernel_for", compile_once(jit.kernel_for.__wrapped__))  # type: ignore[attr-defined]
-    wrong: list[int] = []
     start = threading.Barrier(2)
 
-    def work(seed: int) -> None:
+    def work(seed: int) -> bool:
         symbols, ids = sample(64, 128, seed)
-        stream = stream_of(symbols, ids)
+        stream, right = stream_of(symbols, ids), True
         start.wait()
         for _ in range(30):
             jobs = [int16_job(stream, ids, 64) for _ in range(4)]
             for job in jobs:
                 decode(job)
-            again = encoded(symbols, in_order(ids, TABLES))
-            if not same(again, stream) or any((job.out != symbols.astype(np.int16) - 128).any() for job in jobs):
-                wrong.append(seed)
+            right &= all(np.array_equal(job.out, symbols.astype(np.int16) - 128) for job in jobs)
+            right &= same(encoded(symbols, in_order(ids, TABLES)), stream)
+        return right
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in (1, 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(2) as threads:
+        assert all(threads.map(work, (1, 2)))
 
 
 def test_symbols_without_frequency_are_refused(machine: str) -> None:
