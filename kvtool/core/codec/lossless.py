@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 import zstandard
 
-from kvtool.core.codec.base import DTYPES, LayerKV, Payload, SelfContained, Shape, side_shapes
+from kvtool.core.codec.base import DTYPES, LayerKV, Payload, SelfContained, Shape, SideShape, side_shapes
 from kvtool.core.errors import DamagedError
 
 _LENGTHS = struct.Struct("<2I")
@@ -36,10 +36,7 @@ class Raw(SelfContained):
         kind = DTYPES[dtype]
         flat = torch.frombuffer(payload, dtype=kind) if len(payload) else torch.empty(0, dtype=kind)
         keys, values = flat.split_with_sizes([math.prod(of_keys), math.prod(of_values)])
-        try:
-            return keys.view(of_keys), values.view(of_values)
-        except RuntimeError as error:  # of no heads, but tokens and dimensions by the billion
-            raise DamagedError("a raw payload of a shape that cannot be") from error
+        return _viewed(keys, of_keys), _viewed(values, of_values)
 
 
 class Lossless(SelfContained):
@@ -75,10 +72,17 @@ class Lossless(SelfContained):
         for length, count, side in zip(lengths, counts, shapes, strict=True):
             first = _decompressed(view[at : at + length], count)
             others = np.frombuffer(view, np.uint8, count * (width - 1), rest).reshape(count, width - 1)
-            sides.append(_rotated_back(first, others, dtype).view(side))
+            sides.append(_viewed(_rotated_back(first, others, dtype), side))
             at, rest = at + length, rest + count * (width - 1)
         keys, values = sides
         return keys, values
+
+
+def _viewed(numbers: torch.Tensor, shape: SideShape) -> torch.Tensor:
+    try:
+        return numbers.view(shape)
+    except RuntimeError as error:  # of no heads, but tokens and dimensions by the billion
+        raise DamagedError("a payload of a shape that cannot be") from error
 
 
 def _rotated(side: torch.Tensor) -> npt.NDArray[np.uint8]:
