@@ -89,15 +89,6 @@ def test_missing_shards(folder: Path) -> None:
     assert len(weight_files(resolve(str(folder)).folder)) == 2
 
 
-@pytest.mark.parametrize(
-    "table", [{}, None, {"a": 3}, {"a": "../../etc/passwd"}, {"a": "/etc/passwd"}, [], {"a": "x" * 300}, {"a": "x\0"}]
-)
-def test_hostile_index(folder: Path, table: object) -> None:
-    (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": table}))
-    refused(folder)
-
-
 @pytest.mark.parametrize("keep", [0, 4, 8, 100, -1])
 def test_half_downloaded_weights(folder: Path, keep: int) -> None:
     weights = folder / "model.safetensors"
@@ -105,21 +96,27 @@ def test_half_downloaded_weights(folder: Path, keep: int) -> None:
     assert "not a whole safetensors file" in refused(folder).message
 
 
-@pytest.mark.parametrize(
-    "header",
-    [
-        *(b"[]", b"{}", b'{"a":{}}', b'{"a":{"data_offsets":[0]}}', b'{"a":1}', b'{"a":{"data_offsets":[0,0]}}'),
-        *(b"[" * 9000, b"\xff"),
-    ],
+CONFIGS = ("", "[]", "{", "\x00", '"x"', "[" * 100_000)
+HEADERS = (
+    *(b"[]", b"{}", b'{"a":{}}', b'{"a":{"data_offsets":[0]}}', b'{"a":1}', b'{"a":{"data_offsets":[0,0]}}'),
+    *(b"[" * 9000, b"\xff"),
 )
-def test_hostile_weights(folder: Path, header: bytes) -> None:
-    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    refused(folder)
+TABLES = ({}, None, {"a": 3}, {"a": "../../etc/passwd"}, {"a": "/etc/passwd"}, [], {"a": "x" * 300}, {"a": "x\0"})
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", "\x00", '"x"', "[" * 100_000])
-def test_damaged_config(folder: Path, text: str) -> None:
-    (folder / "config.json").write_text(text)
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        *(("config.json", text.encode()) for text in CONFIGS),
+        *(("model.safetensors", len(header).to_bytes(8, "little") + header) for header in HEADERS),
+        *(("model.safetensors.index.json", json.dumps({"weight_map": table}).encode()) for table in TABLES),
+    ],
+    ids=lambda given: str(given)[:50],
+)
+def test_damaged_and_hostile_files(folder: Path, name: str, data: bytes) -> None:
+    if "index" in name:
+        (folder / "model.safetensors").unlink()
+    (folder / name).write_bytes(data)
     refused(folder)
 
 

@@ -81,15 +81,3 @@ def test_the_mean_over_heads(
     assert torch.equal(expected.gt(0), (places <= at[:, None]) & (places > at[:, None] - (scoring.window or 40)))
     whole = torch.ones(len(at))  # a sink's share is no key's
     assert torch.allclose(expected.sum(1), whole) == (sinks is None)
-
-
-def test_a_batch_is_its_items_one_by_one() -> None:
-    drawn = torch.Generator().manual_seed(3)
-    query, key, value = (torch.randn((2, heads, 5, 16), generator=drawn) for heads in (4, 2, 2))
-    params = AttentionParams(scale=0.25, softcap=20.0)
-    seen = QueryRows.of(torch.arange(5), "cpu").seen(None)
-    both = eager.attend(query, key, value, params, seen)
-    assert both.shape == (2, 4, 5, 16)
-    for item in range(2):
-        own = (side[item : item + 1] for side in (query, key, value))
-        assert torch.equal(both[item : item + 1], eager.attend(*own, params, seen))
