@@ -43,18 +43,8 @@ def write_gguf(
     """
     model = tiny_model("llama", "bfloat16")
     config, architecture = model.config, metadata.pop("architecture", "llama")
-    own = {
-        "block_count": config.num_hidden_layers,
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "rope.dimension_count": 16,
-        "rope.freq_base": 10_000.0,
-        "vocab_size": config.vocab_size,
-    }
+    own = _sizes(config) | {"rope.dimension_count": 16, "rope.freq_base": 10_000.0}
+    own |= {"attention.layer_norm_rms_epsilon": config.rms_norm_eps}
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in own.items():
         add_value(writer, f"{architecture}.{key}", metadata.pop(key, value))
@@ -66,6 +56,18 @@ def write_gguf(
             add_tensor(writer, name, np.ascontiguousarray(tensor, dtype=np.float32), kinds or {})
     finish(writer)
     return path
+
+
+def _sizes(config: Any) -> dict[str, Any]:
+    return {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": getattr(config, "intermediate_size", 256),
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": 2,
+        "vocab_size": config.vocab_size,
+    }
 
 
 def finish(writer: gguf.GGUFWriter) -> None:
@@ -142,16 +144,7 @@ def _metadata(family: InGguf, config: Any) -> dict[str, Any]:
     eps = {"starcoder2": "norm_epsilon", "stablelm": "layer_norm_eps", "nemotron": "norm_eps", "lfm2": "norm_eps"}
     plain = family.architecture in ("starcoder2", "stablelm", "nemotron")
     norm = "attention.layer_norm_epsilon" if plain else "attention.layer_norm_rms_epsilon"
-    found = {
-        "block_count": config.num_hidden_layers,
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": getattr(config, "intermediate_size", 256),
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": 2,
-        norm: getattr(config, eps.get(family.architecture, "rms_norm_eps")),
-        "vocab_size": config.vocab_size,
-    }
+    found = _sizes(config) | {norm: getattr(config, eps.get(family.architecture, "rms_norm_eps"))}
     if family.architecture not in ("gemma2", "gemma4"):
         rope = config.rope_parameters
         found["rope.freq_base"] = float(rope.get("full_attention", rope)["rope_theta"])

@@ -18,22 +18,20 @@ from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.profile import Layout, Profile
 from kvtool.core.codec.rans.tables import BLOCK
 from kvtool.core.errors import DamagedError, StoreFormatError
-from tests.codec.synthetic import LAYERS, STEP, assert_same_profile, fitted, model, profile
+from tests.codec.synthetic import LAYERS, STEP, Model, assert_same_profile, fitted, model, profile
 
-KINDS = [(2, 24, 1), (2, 24, 2), (2, 32, 1), (2, 32, 2)]  # C = 48 and C = 64
+KINDS = [(2, 24, 1), (2, 24, 2), (2, 32, 1), (2, 32, 2)]  # heads, channels of a head (C = 48 and C = 64), groups
 
 
 @pytest.fixture(params=KINDS, ids=str, scope="module")
-def kind(request: pytest.FixtureRequest) -> tuple[int, int, int]:
-    """Heads, channels of a head, groups."""
+def fit(request: pytest.FixtureRequest) -> tuple[Model, Profile]:
     heads, dim, groups = request.param
-    return heads, dim, groups
+    return model(heads, dim), profile(heads, dim, groups=groups)
 
 
-@pytest.fixture(scope="module")
-def made(kind: tuple[int, int, int]) -> Profile:
-    heads, dim, groups = kind
-    return profile(heads, dim, groups=groups)
+@pytest.fixture
+def made(fit: tuple[Model, Profile]) -> Profile:
+    return fit[1]
 
 
 def coded_blocks(of: Profile, level: str, layer: int) -> np.ndarray[Any, Any]:
@@ -41,18 +39,16 @@ def coded_blocks(of: Profile, level: str, layer: int) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.slow
-def test_the_same_sample_gives_the_same_profile(kind: tuple[int, int, int], made: Profile) -> None:
-    heads, dim, groups = kind
-    again = fitted(model(heads, dim), groups)
-    assert again.data == made.data
-    assert fitted(model(heads, dim), groups, tokens=399).digest != made.digest
+def test_the_same_sample_gives_the_same_profile(fit: tuple[Model, Profile]) -> None:
+    source, made = fit
+    assert fitted(source, made.layout.groups).data == made.data
+    assert fitted(source, made.layout.groups, tokens=399).digest != made.digest
 
 
-def test_there_and_back(kind: tuple[int, int, int], made: Profile) -> None:
-    heads, dim, _ = kind
-    layout = made.layout
+def test_there_and_back(fit: tuple[Model, Profile]) -> None:
+    (source, made), layout = fit, fit[1].layout
     for layer in range(LAYERS):
-        sides = model(heads, dim).sides(layer, 50, seed=7)
+        sides = source.sides(layer, 50, seed=7)
         grouped = (sides - made.means[layer, :, None]).view(2, 50, layout.groups, layout.size).transpose(1, 2)
         numbers = grouped @ made.forward(layer)
         for at, level in enumerate(NESTED):
@@ -62,12 +58,11 @@ def test_there_and_back(kind: tuple[int, int, int], made: Profile) -> None:
             assert not made.backward(layer, level, torch.float32)[0][:, :, layout.size :].any()
 
 
-def test_a_step_costs_the_same_in_every_direction(made: Profile, kind: tuple[int, int, int]) -> None:
-    heads, dim, _ = kind
-    layout = made.layout
+def test_a_step_costs_the_same_in_every_direction(fit: tuple[Model, Profile]) -> None:
+    (source, made), layout = fit, fit[1].layout
     for side in range(2):
         for layer in range(LAYERS):
-            whole = model(heads, dim).sensitivity[side, layer].double()
+            whole = source.sensitivity[side, layer].double()
             mixed = 0.8 * whole + 0.2 * torch.diag(whole.diagonal())
             for group in range(layout.groups):
                 own = slice(group * layout.size, (group + 1) * layout.size)
@@ -77,10 +72,9 @@ def test_a_step_costs_the_same_in_every_direction(made: Profile, kind: tuple[int
                 assert (costs - torch.diag(costs.diagonal())).abs().max() < 0.02 * STEP**2
 
 
-def test_coefficients_are_uncorrelated_and_the_widest_comes_first(made: Profile, kind: tuple[int, int, int]) -> None:
-    heads, dim, _ = kind
-    layout = made.layout
-    sides = model(heads, dim).sides(1, 400)  # what it was fitted to
+def test_coefficients_are_uncorrelated_and_the_widest_comes_first(fit: tuple[Model, Profile]) -> None:
+    (source, made), layout = fit, fit[1].layout
+    sides = source.sides(1, 400)  # what it was fitted to
     grouped = (sides - made.means[1, :, None]).view(2, 400, layout.groups, layout.size).transpose(1, 2)
     numbers = (grouped @ made.forward(1)).double()
     spread = numbers.transpose(-1, -2) @ numbers / 400

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtool.core.codec.rans.coder import Decoding, decode, symbols_of
-from kvtool.core.codec.rans.tables import Columns, Stream, in_order
+from kvtool.core.codec.rans.tables import U8, Columns, Stream, in_order
 from kvtool.core.errors import DamagedError
 from kvtool.core.native import jit
 from kvtool.core.native.jit import compile_once
@@ -46,6 +46,11 @@ def same(ours: Stream, theirs: Stream) -> bool:
     return np.array_equal(ours.words, theirs.words) and np.array_equal(ours.states, theirs.states)
 
 
+def check(job: Decoding, symbols: U8) -> None:
+    decode(job)
+    assert np.array_equal(job.out, symbols.astype(np.int16) - 128)
+
+
 @pytest.mark.some(7)
 @pytest.mark.parametrize(("rows", "columns"), SIZES)
 def test_bytes_and_symbols_of_the_reference(machine: str, rows: int, columns: int) -> None:
@@ -54,9 +59,7 @@ def test_bytes_and_symbols_of_the_reference(machine: str, rows: int, columns: in
     assert same(stream, stream_of(symbols, ids))
     assert stream.words.dtype == np.uint16
     assert stream.states.dtype == np.uint32
-    job = int16_job(stream, ids, rows)
-    decode(job)
-    assert np.array_equal(job.out, symbols.astype(np.int16) - 128)
+    check(int16_job(stream, ids, rows), symbols)
 
 
 def golden_sample() -> tuple[Any, Any]:
@@ -72,9 +75,7 @@ def test_golden(machine: str) -> None:
         np.frombuffer(bytes.fromhex(GOLDEN_WORDS), np.uint16), np.frombuffer(bytes.fromhex(GOLDEN_STATES), np.uint32)
     )
     assert same(encoded(symbols, in_order(ids, TABLES)), golden)
-    job = int16_job(golden, ids, 3)
-    decode(job)
-    assert np.array_equal(job.out, symbols.astype(np.int16) - 128)
+    check(int16_job(golden, ids, 3), symbols)
 
 
 @pytest.mark.slow
@@ -130,8 +131,7 @@ def test_escapes_are_replaced_in_the_streams_order(machine: str) -> None:
 def test_no_escapes_where_none_are_marked(machine: str) -> None:
     symbols, ids = sample(9, 64, tables=TERNARY)
     job = int16_job(stream_of(symbols, ids, TERNARY), ids, 9, TERNARY)
-    decode(replace(job, marked=np.empty(0, np.int16)))
-    assert np.array_equal(job.out, symbols.astype(np.int16) - 128)
+    check(replace(job, marked=np.empty(0, np.int16)), symbols)
     nothing = int16_job(Stream.of(np.empty(0, np.uint16), np.full(64, 1 << 16, np.uint32)), ids, 0, TERNARY)
     decode(replace(nothing, marked=np.empty(0, np.int16)))
     for rows in (job, nothing):
@@ -198,8 +198,7 @@ def test_refining_by_any_number(machine: str) -> None:
     symbols = symbols_for(TABLES, np.broadcast_to(ids.astype(np.int64), (5, 64)), random)
     job = int16_job(stream_of(symbols, ids), ids, 5, refines=True)
     job.out[:] = 0
-    decode(job)
-    assert np.array_equal(job.out, symbols.astype(np.int16) - 128)
+    check(job, symbols)
 
 
 def test_two_threads(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
