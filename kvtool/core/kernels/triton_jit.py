@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from kvtool.core.common.plugins import install_line
@@ -16,7 +16,7 @@ def has_triton() -> bool:
     return _found(importlib.util.find_spec)
 
 
-@functools.cache
+@cache
 def _found(find: Callable[[str], Any]) -> bool:
     return find("triton") is not None
 
