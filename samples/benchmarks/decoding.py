@@ -26,7 +26,7 @@ from kvtool.core.checkpoint.files import PACKAGED
 from kvtool.core.checkpoint.hub import resolve
 from kvtool.core.checkpoint.load import load_model
 from kvtool.core.common.types import Events
-from kvtool.core.kernels.linear.onednn import pack_weights
+from kvtool.core.kernels.linear.modules import pack_weights
 from kvtool.core.model.decode import decode_backend, step_together
 from kvtool.core.model.decode.native import compiled_model
 from kvtool.core.model.decoder import Decoder

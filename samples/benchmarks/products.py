@@ -20,8 +20,7 @@ import torch
 import torch.nn.functional as F
 from attention import least
 
-from kvtool.core.kernels.linear.modules import PackedLinear
-from kvtool.core.kernels.linear.onednn import can_pack, pack_weights
+from kvtool.core.kernels.linear.modules import PackedLinear, can_pack, pack_weights
 from kvtool.core.kernels.linear.qtensor import LAYOUTS, QuantizedTensor, dense, none
 from kvtool.core.kernels.linear.quantized import dequantize_rows, gemv, has_int8_row
 from kvtool.core.native.isa import ISAS, Isa, best_isa, multiplies_int8, runnable

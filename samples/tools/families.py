@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from kvtool.core.checkpoint.architecture import FAMILIES as LISTED  # noqa: E402
-from kvtool.core.checkpoint.text_submodel import text_config  # noqa: E402
+from kvtool.core.checkpoint.support import text_config  # noqa: E402
 from kvtool.core.common.collecting import quiet  # noqa: E402
 from kvtool.core.kernels.attention import flash_cpu  # noqa: E402
 from kvtool.core.kernels.attention.dispatch import Explanation, explain  # noqa: E402

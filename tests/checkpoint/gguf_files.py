@@ -17,7 +17,7 @@ import torch
 import transformers
 from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType
 
-from kvtool.core.checkpoint.gguf.config import llama3_divisors
+from kvtool.core.checkpoint.gguf.folder import llama3_divisors
 from tests.checkpoint.gguf_models import InGguf
 from tests.families import filled, tiny_model, tiny_tokenizer
 from tests.kernels.linear.matrices import HALVES

@@ -19,7 +19,7 @@ import pytest
 import torch
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
-from kvtool.core.checkpoint.gguf import config as gguf_config
+from kvtool.core.checkpoint.gguf import folder as gguf_config
 from kvtool.core.checkpoint.gguf import folder as gguf_folder
 from kvtool.core.checkpoint.gguf.folder import prepare_folder, split_digits, write_tokenizer
 from kvtool.core.checkpoint.gguf.header import read_header

@@ -18,8 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from kvtool.core.checkpoint import load
 from kvtool.core.checkpoint.files import ModelFiles
 from kvtool.core.checkpoint.hub import resolve
-from kvtool.core.checkpoint.load import load_model, load_tokenizer, resolve_device, resolve_dtype
-from kvtool.core.checkpoint.tokenizer import read_tokenizer
+from kvtool.core.checkpoint.load import load_model, load_tokenizer, read_tokenizer, resolve_device, resolve_dtype
 from kvtool.core.errors import KvtoolError, ModelError, UsageError
 from kvtool.core.model.template import render
 from kvtool.core.model.tokens import encode, encode_control

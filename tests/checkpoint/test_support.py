@@ -18,8 +18,7 @@ from transformers.models.llama import modeling_llama
 
 from kvtool.core.checkpoint.hub import resolve
 from kvtool.core.checkpoint.load import load_model, supported_config
-from kvtool.core.checkpoint.support import check_supported, context_limit
-from kvtool.core.checkpoint.text_submodel import TextNames, names_among
+from kvtool.core.checkpoint.support import TextNames, check_supported, context_limit, names_among
 from kvtool.core.errors import ModelError
 from kvtool.core.model import rope
 from kvtool.core.session.gate import check_invariants

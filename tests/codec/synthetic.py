@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvtool.core.codec import decode
-from kvtool.core.codec import encode as encoder
+from kvtool.core.codec import transform
+from kvtool.core.codec import transform as encoder
 from kvtool.core.codec.backend import Backend, CpuBackend
 from kvtool.core.codec.base import NAMES, Encoded, Payload, Profiles
 from kvtool.core.codec.cachegen import CacheGen
@@ -131,7 +131,7 @@ def numbers_of(
     ends = list(accumulate(item.shape[1] for item in items))
     numbers = torch.zeros((ends[-1], of.layout.stride), dtype=torch.int16)
     records = [(Record.parse(item.payload), item) for item in items]
-    decode.fill(of, [(layer, records, [0, *ends[:-1]])], numbers, backend or CpuBackend())
+    transform.fill(of, [(layer, records, [0, *ends[:-1]])], numbers, backend or CpuBackend())
     return numbers.numpy()
 
 

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import DTYPES, Encoded, no_profiles
 from kvtool.core.codec.cachegen import shipped
-from kvtool.core.codec.encode import encode_levels
 from kvtool.core.codec.levels import NESTED, NO_PROFILE, base_level
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.rans.coder import symbols_of
 from kvtool.core.codec.rans.tables import ESCAPE, ZERO, TableSet, in_order
 from kvtool.core.codec.record import Record
+from kvtool.core.codec.transform import encode_levels
 from kvtool.core.errors import DamagedError, KvtoolError
 from tests.codec.synthetic import (
     KV,

@@ -13,9 +13,9 @@ import torch
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.backend import GpuBackend
 from kvtool.core.codec.base import Encoded
-from kvtool.core.codec.decode import decodes_there
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.record import Record
+from kvtool.core.codec.transform import decodes_there
 from kvtool.core.errors import DamagedError
 from tests.codec.processes import needs_triton
 from tests.codec.synthetic import KV, Model, changed, encoded, model, numbers_of, profile, relative, shelf

@@ -9,9 +9,9 @@ import torch
 
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded
-from kvtool.core.codec.encode import encode_rows, some_rows
 from kvtool.core.codec.levels import LEVELS, SHARES, WHOLE, keeping, known, level_of, lossy, nested, profiled, whole
 from kvtool.core.codec.row_subset import inner_of, rows_of, tail_of
+from kvtool.core.codec.transform import encode_rows, some_rows
 from kvtool.core.errors import DamagedError
 from tests.codec.synthetic import model, profile, shelf
 

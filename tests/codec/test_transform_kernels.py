@@ -8,21 +8,21 @@ import numpy as np
 import pytest
 import torch
 
-from kvtool.core.codec import encode
+from kvtool.core.codec import transform
 from kvtool.core.codec import transform_kernels as products
 from kvtool.core.codec.backend import CpuBackend, GpuBackend, TorchBackend, backend_for
 from kvtool.core.codec.base import DTYPES
 from kvtool.core.codec.cachegen import shipped
-from kvtool.core.codec.encode import coarsened
 from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.profile import SIDES, Layout
 from kvtool.core.codec.rans.coder import finer_symbols
 from kvtool.core.codec.rans.tables import ZERO, in_order
+from kvtool.core.codec.transform import coarsened
 from kvtool.core.common.machine import FEATURES
 from kvtool.core.errors import DamagedError
 from kvtool.core.native import isa as isas
-from kvtool.core.native.gemm import Tile, tile_of
 from kvtool.core.native.isa import best_isa, multiplies_bfloat16, runnable
+from kvtool.core.native.simd import Tile, tile_of
 from tests.codec.synthetic import KV, LAYERS, encode_nested, model, profile
 
 
@@ -162,9 +162,9 @@ def test_a_record_does_not_depend_on_its_batch(
 ) -> None:
     of, kvs = profile(groups=groups), some_layers(53)
     single = [encode_nested(*kv, layer, NESTED, of) for layer, kv in enumerate(kvs)]
-    monkeypatch.setattr(encode, "ENCODED_AT_ONCE", at_once)
-    encode.encode_nested(of, range(LAYERS), some_layers(70), NESTED)
-    together = encode.encode_nested(of, range(LAYERS), kvs, NESTED)
+    monkeypatch.setattr(transform, "ENCODED_AT_ONCE", at_once)
+    transform.encode_nested(of, range(LAYERS), some_layers(70), NESTED)
+    together = transform.encode_nested(of, range(LAYERS), kvs, NESTED)
     for level in NESTED:
         assert joined(together[level]) == [b"".join(one[level]) for one in single]
 
@@ -174,14 +174,14 @@ def test_instruction_sets_with_fused_products_make_the_same_bytes(monkeypatch: p
     made = []
     for name in ("avx2", "avx512"):
         monkeypatch.setattr(isas, "runnable", lambda name=name: (name,))
-        made.append(encode.encode_nested(profile(), range(LAYERS), some_layers(40), ["1", "2"]))
+        made.append(transform.encode_nested(profile(), range(LAYERS), some_layers(40), ["1", "2"]))
     wanted, other = ([record[80:] for level in ("1", "2") for record in joined(one[level])] for one in made)
     assert wanted == other
 
 
 def test_rows_without_tokens(machine: str) -> None:
     kvs = some_layers(0)
-    for records in encode.encode_nested(profile(), range(LAYERS), kvs, ["1", "4"]).values():
+    for records in transform.encode_nested(profile(), range(LAYERS), kvs, ["1", "4"]).values():
         assert len(joined(records)) == LAYERS
 
 

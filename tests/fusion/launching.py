@@ -21,7 +21,7 @@ from kvtool.core.errors import KvtoolError
 from kvtool.core.fusion.loader import LayerMemory
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.source import ChunkCache, StoreSource, held_on
-from kvtool.core.kernels import rope_triton as triton_place
+from kvtool.core.kernels import placing_triton as triton_place
 from kvtool.core.model.rope import Rotary
 from tests.families import tiny_model
 from tests.fusion.making import BOS, CHUNKS, Case, Ids, decoder_of, on_cpu

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 from kvtool.core.cache.identity import ids_digest
 from kvtool.core.checkpoint.load import Loaded
-from kvtool.core.checkpoint.text_submodel import text_config
+from kvtool.core.checkpoint.support import text_config
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.plan import Candidate, Plan, Segment, build_plan
 from kvtool.core.fusion.selectors import SELECTORS

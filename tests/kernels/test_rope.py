@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvtool.core.kernels.linear.onednn import pack_weights
+from kvtool.core.kernels.linear.modules import pack_weights
 from kvtool.core.kernels.rope import CopyWithRope, CosSin, copy_with_rope
 from kvtool.core.model import rope
 from kvtool.core.model.decoder import Decoder

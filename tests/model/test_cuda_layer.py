@@ -7,7 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 
-from kvtool.core.kernels.heads_triton import HeadNorm
+from kvtool.core.kernels.placing_triton import HeadNorm
 from kvtool.core.kernels.rope import CosSin, rotate_halves_torch
 from kvtool.core.model.cuda_layer import cuda_forward
 from kvtool.core.model.decoder import Decoder
@@ -77,7 +77,7 @@ def test_heads_that_are_not_rotated_in_halves(monkeypatch: pytest.MonkeyPatch) -
 def _kernel_and_torch(
     heads: int, kv_heads: int, dim: int, rotary: int, normed: bool, rows: int, fused: bool
 ) -> list[list[torch.Tensor]]:
-    from kvtool.core.kernels.heads_triton import place_heads
+    from kvtool.core.kernels.placing_triton import place_heads
 
     draw = torch.Generator().manual_seed(rows)
     sizes = [heads * dim, kv_heads * dim, kv_heads * dim]
@@ -125,7 +125,7 @@ def test_the_kernel_places_heads(interpreter: ProcessPoolExecutor, shape: tuple[
 @pytest.mark.some(2)
 @pytest.mark.parametrize("wrong", ["keys", "at", "table", "buffer"])
 def test_what_would_leave_its_arrays_is_refused(wrong: str) -> None:
-    from kvtool.core.kernels.heads_triton import place_heads
+    from kvtool.core.kernels.placing_triton import place_heads
 
     parts = {"queries": torch.zeros(3, 64), "keys": torch.zeros(3, 32), "values": torch.zeros(3, 32)}
     table = CosSin(torch.ones(1, 3, 16), torch.ones(1, 3, 16))

@@ -16,7 +16,7 @@ from kvtool.core.codec.rans import kernels_ir
 from kvtool.core.kernels import decode_ir
 from kvtool.core.kernels.attention.flash_ir import Tiling, attention_module
 from kvtool.core.kernels.decode_ir import Code, Heads
-from kvtool.core.kernels.layer.cpu import layer_module
+from kvtool.core.kernels.layer_cpu import layer_module
 from kvtool.core.kernels.linear.gemm_ir import product as multiply
 from kvtool.core.kernels.linear.gemm_ir import share, small_gemm, unpack
 from kvtool.core.kernels.linear.qtensor import LAYOUTS

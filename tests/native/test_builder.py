@@ -6,7 +6,7 @@ import pytest
 
 from kvtool.core.native.builder import FunctionBuilder, module
 from kvtool.core.native.isa import AVX2
-from kvtool.core.native.job import Job
+from kvtool.core.native.jit import Job
 
 JOB = Job(rows="float*", count="i64", scale="float")
 

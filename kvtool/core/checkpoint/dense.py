@@ -14,9 +14,14 @@ from typing import Any, TypeAlias
 import torch
 from safetensors import safe_open
 
-from kvtool.core.checkpoint.architecture import Architecture, Family, UnlistedArchitecture, read_architecture
+from kvtool.core.checkpoint.architecture import (
+    Architecture,
+    Family,
+    RopeSettings,
+    UnlistedArchitecture,
+    read_architecture,
+)
 from kvtool.core.checkpoint.files import ModelFiles, read_config, tensor_table, weight_files
-from kvtool.core.checkpoint.rope import RopeSettings
 from kvtool.core.kernels.linear.modules import PackedEmbedding, PackedLinear
 from kvtool.core.kernels.linear.qtensor import QuantizedTensor, dense
 from kvtool.core.kernels.linear.quantized import unpacked

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 
 from kvtool.core.checkpoint.files import tensor_table, weight_files
-from kvtool.core.checkpoint.text_submodel import TextSubmodel
+from kvtool.core.checkpoint.support import TextSubmodel
 from kvtool.core.kernels.linear.modules import PackedEmbedding, PackedLinear
 from kvtool.core.kernels.linear.qtensor import QuantizedTensor, dense
 from kvtool.core.kernels.linear.quantized import unpacked

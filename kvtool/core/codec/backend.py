@@ -20,9 +20,9 @@ from kvtool.core.codec.record import Escapes, Record
 from kvtool.core.codec.transform_kernels import Weights
 from kvtool.core.common.machine import cpu_features, is_fast
 from kvtool.core.errors import DamagedError
-from kvtool.core.native.gemm import tile_of
 from kvtool.core.native.isa import Isa, best_isa, multiplies_bfloat16
-from kvtool.core.native.job import scratch
+from kvtool.core.native.jit import scratch
+from kvtool.core.native.simd import tile_of
 
 Streams = tuple[Columns, Sequence[Record], Sequence[int]]  # the columns of some records, and the first row of each
 

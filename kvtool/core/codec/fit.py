@@ -11,7 +11,6 @@ import numpy.typing as npt
 import torch
 
 from kvtool.core.codec.base import Shape, channels_of, side_shapes
-from kvtool.core.codec.encode import coarsened
 from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.profile import SIDES, Layout, Profile, inverted
 from kvtool.core.codec.rans.tables import (
@@ -26,10 +25,11 @@ from kvtool.core.codec.rans.tables import (
     TableSet,
     quantised,
 )
+from kvtool.core.codec.transform import coarsened
 from kvtool.core.codec.transform_kernels import Weights, numbers_of
 from kvtool.core.errors import KvtoolError
-from kvtool.core.native.gemm import tile_of
 from kvtool.core.native.isa import best_isa
+from kvtool.core.native.simd import tile_of
 
 # Of the finest level, in units of 1 / sqrt(sensitivity): some thousandths of a nat an answer token.
 FINEST_STEP = 2.2e-5

@@ -22,7 +22,7 @@ from kvtool.core.codec.base import Payload
 from kvtool.core.codec.levels import NESTED, NO_PROFILE
 from kvtool.core.codec.rans.tables import LANES, Stream
 from kvtool.core.errors import DamagedError, KvtoolError
-from kvtool.core.native.job import address
+from kvtool.core.native.jit import address
 
 FORMAT = 1
 

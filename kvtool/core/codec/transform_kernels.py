@@ -13,11 +13,9 @@ import torch
 from kvtool.core.codec.base import NAMES
 from kvtool.core.codec.profile import SIDES, Layout, Profile
 from kvtool.core.native.builder import Fields, FunctionBuilder, Value, module, rounded
-from kvtool.core.native.gemm import PAIRS, Tile, gemm, panels, tile_of
 from kvtool.core.native.isa import Isa
-from kvtool.core.native.jit import kernel, kernel_for
-from kvtool.core.native.job import JOBS, Job, Jobs, address, scratch
-from kvtool.core.native.simd import MAGIC, along, any_bits, each, total_onto
+from kvtool.core.native.jit import JOBS, Job, Jobs, address, kernel, kernel_for, scratch
+from kvtool.core.native.simd import MAGIC, PAIRS, Tile, along, any_bits, each, gemm, panels, tile_of, total_onto
 
 F32 = npt.NDArray[np.float32]
 I16 = npt.NDArray[np.int16]

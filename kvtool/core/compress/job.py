@@ -20,7 +20,6 @@ from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded, LayerKV, no_profiles
-from kvtool.core.codec.encode import encode_levels, encode_rows, some_rows
 from kvtool.core.codec.levels import (
     DEFAULT_LOSSY,
     NO_PROFILE,
@@ -38,6 +37,7 @@ from kvtool.core.codec.levels import (
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.record import Record
 from kvtool.core.codec.row_subset import inner_of
+from kvtool.core.codec.transform import encode_levels, encode_rows, some_rows
 from kvtool.core.codec.transform_kernels import errors_of
 from kvtool.core.common.text import counted
 from kvtool.core.common.types import Events, Ids

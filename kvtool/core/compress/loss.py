@@ -12,9 +12,9 @@ from kvtool.core.cache.layout import REPAIR
 from kvtool.core.cache.record import OVERHEAD_BYTES
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import NAMES, Encoded, LayerKV, Payload, shape_of_layer
-from kvtool.core.codec.encode import encode_levels, encode_rows, some_rows
 from kvtool.core.codec.levels import level_of
 from kvtool.core.codec.profile import SIDES, Profile
+from kvtool.core.codec.transform import encode_levels, encode_rows, some_rows
 from kvtool.core.codec.transform_kernels import squares_of
 from kvtool.core.common.types import Ids
 from kvtool.core.compress.fitting import probes

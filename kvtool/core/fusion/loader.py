@@ -26,9 +26,9 @@ from kvtool.core.codec.base import LayerKV
 from kvtool.core.common.types import Timeline, add_span
 from kvtool.core.fusion.plan import Segment
 from kvtool.core.fusion.source import KVSource, ReadStats, RecordMissing
-from kvtool.core.kernels import rope_triton
+from kvtool.core.kernels import placing_triton
+from kvtool.core.kernels.placing_triton import Piece, Side
 from kvtool.core.kernels.rope import RopeTables
-from kvtool.core.kernels.rope_triton import Piece, Side
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import BufferLayer, PromptCache
 from kvtool.core.model.rope import Copy, RopeJob, Rotary
@@ -363,7 +363,7 @@ class CudaPlacing(Placing):
     ) -> Moments:
         """Place a layer in one launch; its records and the pieces' table cross in one copy."""
         staging = self._memories[0]
-        shape = len(segments), rope_triton.FIELDS
+        shape = len(segments), placing_triton.FIELDS
         rows = np.frombuffer(staging.allocate(8 * math.prod(shape), _LEAST), np.int64).reshape(shape)
         targets = staging.targets(buffer.keys.device)
         addresses = [target.data_ptr() for target in targets]
@@ -376,14 +376,14 @@ class CudaPlacing(Placing):
             Piece(side(keys), side(values), segment.start, segment.stop - segment.start)
             for segment, (keys, values) in zip(segments, layers, strict=True)
         ]
-        rows[:] = rope_triton.described(pieces)
+        rows[:] = placing_triton.described(pieces)
         start_event = self._now()
         staging.upload(targets)
         uploaded = self._now()
         (angles,) = table.by_name.values()
         cos, sin = (angles.cos[0], angles.sin[0]) if self._rotary.rotates(layer) else (None, None)
         there = _there(torch.from_numpy(rows), staging, targets)
-        rope_triton.place(rows, there, buffer.keys, buffer.values, cos, sin)
+        placing_triton.place(rows, there, buffer.keys, buffer.values, cos, sin)
         return start_event, uploaded, self._now()
 
     def _put(
@@ -412,7 +412,7 @@ class CudaPlacing(Placing):
 def _fits(layers: Sequence[LayerKV], buffer: BufferLayer) -> bool:
     """Tell whether one launch can place a layer's keys and values."""
     sides = ((side, there) for kv in layers for side, there in zip(kv, (buffer.keys, buffer.values), strict=True))
-    return all(rope_triton.fits(side, there) for side, there in sides)
+    return all(placing_triton.fits(side, there) for side, there in sides)
 
 
 def _staged(layers: Sequence[LayerKV], staging: LayerMemory) -> Sequence[LayerKV]:

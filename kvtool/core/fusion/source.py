@@ -16,8 +16,8 @@ import torch
 from kvtool.core.cache.record import Allocator, aligned
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded, LayerKV, Profiles, no_profiles
-from kvtool.core.codec.decode import decodes_there
 from kvtool.core.codec.levels import RAW, level_of
+from kvtool.core.codec.transform import decodes_there
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.plan import Segment
 from kvtool.core.model.decoder import Decoder

@@ -21,8 +21,7 @@ from kvtool.core.native import simd
 from kvtool.core.native.builder import Fields, FunctionBuilder, Value
 from kvtool.core.native.builder import module as text_of
 from kvtool.core.native.isa import Isa, multiplies_int8
-from kvtool.core.native.jit import Function
-from kvtool.core.native.job import Job
+from kvtool.core.native.jit import Function, Job
 from kvtool.core.native.simd import each, exp, fma, inverse_rms, lanes_for, larger, largest, total
 from kvtool.core.native.threads import barrier
 

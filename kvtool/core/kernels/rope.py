@@ -12,8 +12,7 @@ import torch
 from kvtool.core.kernels import FORMATS
 from kvtool.core.native.builder import STORED, FunctionBuilder, Value, module
 from kvtool.core.native.isa import Isa
-from kvtool.core.native.jit import Function, compiled
-from kvtool.core.native.job import JOBS, Job
+from kvtool.core.native.jit import JOBS, Function, Job, compiled
 from kvtool.core.native.simd import rotate
 
 _WIDTH = 8  # numbers handled together

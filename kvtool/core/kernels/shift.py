@@ -18,8 +18,7 @@ from kvtool.core.kernels import FORMATS
 from kvtool.core.kernels.rope import RopeTables
 from kvtool.core.native.builder import BYTES, STORED, Fields, FunctionBuilder, Value, module
 from kvtool.core.native.isa import Isa, isa_here
-from kvtool.core.native.jit import Function, compiled
-from kvtool.core.native.job import Job, Jobs, WorkQueue, address
+from kvtool.core.native.jit import Function, Job, Jobs, WorkQueue, address, compiled
 from kvtool.core.native.simd import lanes_for, rotate, total
 from kvtool.core.native.threads import current
 

@@ -16,7 +16,7 @@ import torch
 
 from kvtool.core.kernels import COMPUTED
 from kvtool.core.kernels.attention.params import AttentionParams
-from kvtool.core.kernels.layer.cpu import LayerKernels, Rounding, layer_kernels
+from kvtool.core.kernels.layer_cpu import LayerKernels, Rounding, layer_kernels
 from kvtool.core.kernels.linear.modules import PackedLinear
 from kvtool.core.kernels.rope import CosSin
 from kvtool.core.model.forward import Ends, Forward, Heads

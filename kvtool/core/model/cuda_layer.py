@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 
 from kvtool.core.kernels.attention.params import AttentionParams
-from kvtool.core.kernels.heads_triton import HeadNorm, place_heads
+from kvtool.core.kernels.placing_triton import HeadNorm, place_heads
 from kvtool.core.kernels.rope import CosSin, rotate_halves_torch
-from kvtool.core.kernels.triton_jit import has_triton
 from kvtool.core.model.forward import Ends, Forward, Heads, Map
 from kvtool.core.model.prompt_cache import BufferLayer
 from kvtool.core.model.spec import LayerSpec, ModelSpec, NormSpec, Projection, UnsupportedArchitecture
+from kvtool.core.native.jit import has_triton
 
 if TYPE_CHECKING:
     from kvtool.core.model.stack import DecoderStack

@@ -10,12 +10,12 @@ from typing import Any, TypeAlias
 import torch
 
 from kvtool.core.errors import ModelError
-from kvtool.core.kernels import rope_triton as triton_place
+from kvtool.core.kernels import placing_triton as triton_place
+from kvtool.core.kernels.placing_triton import Piece, Side
 from kvtool.core.kernels.rope import CopyWithRope, CosSin, RopeTables, copy_with_rope, rotate_halves_torch
-from kvtool.core.kernels.rope_triton import Piece, Side
-from kvtool.core.kernels.triton_jit import has_triton
 from kvtool.core.model.prompt_cache import LayerKind, Sample, angles_of, rotary_of
 from kvtool.core.native.isa import isa_here
+from kvtool.core.native.jit import has_triton
 
 _MOVED = {torch.float32: 1e-3, torch.bfloat16: 0.03, torch.float16: 0.01}  # of a key's length
 _TRIED = (0, 1, 77, 511)  # positions that machine code is tried at, few enough for every model

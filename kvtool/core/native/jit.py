@@ -10,18 +10,25 @@ import contextlib
 import ctypes
 import hashlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import stat
+import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from kvtool.core.common.files import cache_dir, make_folder, replace_file
 from kvtool.core.common.machine import X86
+from kvtool.core.common.plugins import install_line
 from kvtool.core.errors import KvtoolError
+from kvtool.core.native.builder import Fields, FunctionBuilder, Scope, Value
 from kvtool.core.native.isa import Isa, best_isa, llvm
 
 _OPTIMISATION = 2  # 3 takes as long and gives the same speed; 1 gives 10 % less
@@ -151,3 +158,134 @@ def _make_room(folder: Path) -> None:
     if len(files) >= _MOST_FILES:
         for path in sorted(files, key=lambda file: file.stat().st_mtime)[: _MOST_FILES // 2]:
             path.unlink(missing_ok=True)
+
+
+LINE = 64  # bytes of a cache line
+_WORD = 8  # bytes of a field
+JOBS = "i64* jobs, i64 number"  # arguments of a function that does several
+_own = threading.local()
+Packed: TypeAlias = "ctypes.Array[ctypes.c_int64]"
+
+
+class Job:
+    """Arguments of machine code in memory, 8 bytes each: "i64", "float", "ptr", or `TYPE*`, a pointer to such."""
+
+    def __init__(self, **fields: str) -> None:
+        self.fields = fields
+        self.places = {name: index for index, name in enumerate(fields)}
+        self._words = struct.Struct("=" + "".join("f4x" if kind == "float" else "q" for kind in fields.values()))
+        self._memory = ctypes.c_int64 * len(fields)
+
+    def __len__(self) -> int:
+        return len(self.fields)
+
+    def load(self, k: FunctionBuilder, job: Value, first: int = 0) -> Fields:
+        words = job.of("i64")
+        items = enumerate(self.fields.items(), first)
+        return Fields({name: words.at(index).of(kind).load(align=_WORD) for index, (name, kind) in items})
+
+    @contextlib.contextmanager
+    def each(self, k: FunctionBuilder) -> Iterator[Fields]:
+        """Loop over the jobs of a function of `JOBS`, of which there is at least one."""
+        with k.loop(k.args.number) as index:
+            yield self.load(k, k.args.jobs.at(index * len(self)))
+
+    def pack(self, **values: int | float) -> Packed:
+        """Write one job to memory. Raises ValueError: a field is missing, or there is no such field."""
+        if values.keys() != self.fields.keys():
+            raise ValueError(f"a job has {', '.join(self.fields)}")
+        packed = self._memory()
+        self._words.pack_into(packed, 0, *[values[name] for name in self.fields])
+        return packed
+
+
+class WorkQueue(Scope):
+    """Shares of a job's work, from `first` to before `last`; any number of threads take from one job."""
+
+    def __init__(self, k: FunctionBuilder, taken: Value, share: Value | int, stop: Value):
+        self._k, self._take, body, self._end = k, k.new_block(), k.new_block(), k.new_block()
+        k.branch(self._take)
+        k.begin_block(self._take)
+        self.first = k.atomic_add(taken, share)
+        k.branch(body, self.first.compare("slt", stop), self._end)
+        k.begin_block(body)
+        self.last = k.minimum(self.first + share, stop, signed=True)
+
+    def close(self) -> None:
+        self._k.branch(self._take)
+        self._k.begin_block(self._end)
+
+    def __enter__(self) -> WorkQueue:
+        return self
+
+
+class Jobs:
+    """Several jobs of one kind in memory, field by field: each is set for all of them at once."""
+
+    def __init__(self, job: Job, count: int) -> None:
+        self._places = job.places
+        self.words = np.zeros((count, len(job)), np.int64)
+
+    def set(self, **values: Any) -> None:
+        for name, value in values.items():
+            self.words[:, self._places[name]] = value
+
+    def keep(self, mask: npt.NDArray[np.bool_]) -> None:
+        self.words = np.ascontiguousarray(self.words[mask])
+
+    def run(self, kernel: Callable[[int, int], None]) -> None:
+        if len(self.words):
+            kernel(address(self.words), len(self.words))
+
+
+def address(array: npt.NDArray[Any]) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def aligned(count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Zeros that begin with a line of the cache: a load across two lines takes twice as long."""
+    element = np.dtype(dtype)
+    whole = np.zeros(count * element.itemsize + LINE, np.uint8)
+    first = -address(whole) % LINE
+    return whole[first : first + count * element.itemsize].view(element)
+
+
+def scratch(name: str, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """This thread's memory of that name, `[count]`, with any old content.
+
+    To allocate it anew each time would take as long as what is computed in it.
+    """
+    element = np.dtype(dtype)
+    memory: npt.NDArray[np.uint8] | None = getattr(_own, name, None)
+    if memory is None or memory.nbytes < count * element.itemsize:
+        memory = aligned(count * element.itemsize, np.uint8)
+        setattr(_own, name, memory)
+    return memory[: count * element.itemsize].view(element)
+
+
+def has_triton() -> bool:
+    """Return whether there is Triton; asked for at every layer, so looked for once."""
+    return _found(importlib.util.find_spec)
+
+
+@cache
+def _found(find: Callable[[str], Any]) -> bool:
+    return find("triton") is not None
+
+
+def jit(kernel: Callable[..., None], *parts: Callable[..., Any], unspecialized: tuple[str, ...] = ()) -> Any:
+    """Make a Triton kernel of a function whose module has `tl` only for type checkers, and of the functions it calls.
+
+    Nothing imports triton before. Triton compiles one for each set of its constants; a caller keeps it. For 1 and
+    multiples of 16 of `unspecialized` numbers no separate kernel is made. Raises KvtoolError: triton is missing.
+    """
+    try:
+        import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+        import triton.language  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    except ImportError as error:
+        raise KvtoolError("this kernel needs triton", install_line("triton")) from error
+    names: dict[str, Any] = kernel.__globals__
+    names["tl"] = triton.language
+    for part in parts:
+        names[part.__name__] = triton.jit(part)
+    return triton.jit(do_not_specialize=list(unspecialized))(kernel)

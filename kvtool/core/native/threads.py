@@ -24,8 +24,7 @@ import numpy as np
 from kvtool.core.common.machine import ARM, X86
 from kvtool.core.native.builder import FunctionBuilder, Value, module
 from kvtool.core.native.isa import ISAS, NEON, SCALAR, Isa, runnable
-from kvtool.core.native.jit import Function, compile_once, compiled
-from kvtool.core.native.job import LINE, Packed, aligned
+from kvtool.core.native.jit import LINE, Function, Packed, aligned, compile_once, compiled
 
 # Words of 8 bytes that a pool's threads share: the caller writes the first cache line, helpers the second. `turn` is
 # odd while a job is open, which takes `places` helpers; `over` ends them.

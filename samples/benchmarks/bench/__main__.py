@@ -223,7 +223,7 @@ def decode(run: Run) -> None:
 def _decoder(run: Run, shape: str | None) -> Decoder:
     from kvtool.core.checkpoint.hub import resolve
     from kvtool.core.checkpoint.load import load_model
-    from kvtool.core.kernels.linear.onednn import pack_weights
+    from kvtool.core.kernels.linear.modules import pack_weights
     from kvtool.core.model.decoder import Decoder
     from samples.benchmarks.bench.shapes import build_shape
 

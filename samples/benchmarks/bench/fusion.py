@@ -21,7 +21,7 @@ from kvtool.core.fusion.engine import Fused, FuseTiming, fuse
 from kvtool.core.fusion.options import selector_for
 from kvtool.core.fusion.selectors import REFERENCE
 from kvtool.core.fusion.source import StoreSource
-from kvtool.core.kernels.linear.onednn import keep_few_kernels, pack_weights
+from kvtool.core.kernels.linear.modules import keep_few_kernels, pack_weights
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.session.identity import ProfileCache
 from kvtool.reports.report import Table

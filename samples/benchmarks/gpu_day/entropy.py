@@ -11,7 +11,7 @@ from itertools import accumulate
 
 import torch
 
-from kvtool.core.codec import CODECS, decode
+from kvtool.core.codec import CODECS, transform
 from kvtool.core.codec.backend import CpuBackend, GpuBackend
 from kvtool.core.codec.base import Encoded
 from kvtool.core.codec.levels import NESTED
@@ -70,7 +70,7 @@ def _numbers(items: Sequence[Encoded], of: Profile, device: str | None) -> torch
     numbers = torch.zeros(shape, dtype=torch.int16, device=device)
     backend = CpuBackend() if device is None else GpuBackend(torch.device(device))
     records = [(Record.parse(item.payload), item) for item in items]
-    decode.fill(of, [(0, records, [0, *ends[:-1]])], numbers, backend)
+    transform.fill(of, [(0, records, [0, *ends[:-1]])], numbers, backend)
     return numbers.cpu()
 
 
@@ -166,5 +166,5 @@ def _on_device(items: Sequence[Encoded], of: Profile, device: torch.device) -> t
     ends = list(accumulate(item.shape[1] for item in items))
     numbers = torch.zeros((ends[-1], of.layout.stride), dtype=torch.int16, device=device)
     records = [(Record.parse(item.payload), item) for item in items]
-    decode.fill(of, [(0, records, [0, *ends[:-1]])], numbers, GpuBackend(device))
+    transform.fill(of, [(0, records, [0, *ends[:-1]])], numbers, GpuBackend(device))
     return numbers

@@ -16,8 +16,7 @@ from kvtool.core.codec.rans.coder import Decoding, decode, symbols_of
 from kvtool.core.codec.rans.tables import U8, Columns, Stream, in_order
 from kvtool.core.errors import DamagedError
 from kvtool.core.native import jit
-from kvtool.core.native.jit import compile_once
-from kvtool.core.native.job import address
+from kvtool.core.native.jit import address, compile_once
 from tests.codec.rans import reference
 from tests.codec.rans.streams import (
     TABLES,

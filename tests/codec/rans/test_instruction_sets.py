@@ -19,7 +19,7 @@ from kvtool.core.native import isa as isas
 from kvtool.core.native import jit
 from kvtool.core.native.builder import FunctionBuilder, module
 from kvtool.core.native.isa import Isa
-from kvtool.core.native.job import JOBS
+from kvtool.core.native.jit import JOBS
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from kvtool.core.kernels.attention import eager
 from kvtool.core.kernels.attention.dispatch import BACKENDS, AttentionBackend
 from kvtool.core.kernels.attention.eager import attention_weights, mean_weights
 from kvtool.core.kernels.attention.params import AttentionCall, AttentionParams, KeyRanges
-from kvtool.core.model.attention import QueryRows
+from kvtool.core.model.forward import QueryRows
 from tests.kernels.formulas import attention, random
 
 HEADS, KV_HEADS, DIM, KEYS = 4, 2, 32, 60

@@ -15,8 +15,8 @@ from kvtool.core.kernels.attention.dispatch import BACKENDS, explain
 from kvtool.core.kernels.attention.flash_ir import Tiling
 from kvtool.core.kernels.attention.params import AttentionCall
 from kvtool.core.kernels.attention.sdpa import LONG_PREFILL
-from kvtool.core.kernels.triton_jit import has_triton
 from kvtool.core.native.isa import AVX2, AVX512, AVX512_BF16
+from kvtool.core.native.jit import has_triton
 
 NAMES = [backend.name for backend in BACKENDS]
 CALL = AttentionCall("cpu", torch.float32)

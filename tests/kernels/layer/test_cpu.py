@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvtool.core.kernels.layer import cpu
-from kvtool.core.kernels.layer.cpu import LayerKernels, Rounding, layer_kernels
+from kvtool.core.kernels import layer_cpu
+from kvtool.core.kernels.layer_cpu import LayerKernels, Rounding, layer_kernels
 from kvtool.core.native.isa import ISAS, Isa, runnable
 from tests.kernels.formulas import random, rotated
 from tests.spying import calls_of
@@ -82,8 +82,8 @@ def test_threads_share_rows_and_change_nothing(code: LayerKernels, monkeypatch: 
     x, more = (random(11, 48, dtype=code.dtype, seed=seed) for seed in range(2))
     weight = torch.ones(48)
     alone = code.norm(x, weight, 1e-6, more)
-    threads = calls_of(monkeypatch, cpu, "launch", lambda function, job, count: count)
-    monkeypatch.setattr(cpu, "_ONE_THREAD", 0)
+    threads = calls_of(monkeypatch, layer_cpu, "launch", lambda function, job, count: count)
+    monkeypatch.setattr(layer_cpu, "_ONE_THREAD", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     for ours, expected in zip(code.norm(x, weight, 1e-6, more), alone, strict=True):
         assert torch.equal(ours, expected)

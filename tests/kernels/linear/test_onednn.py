@@ -12,7 +12,7 @@ import torch
 
 from kvtool.core.checkpoint.hub import resolve
 from kvtool.core.checkpoint.load import load_model
-from kvtool.core.kernels.linear.onednn import KERNELS_KEPT, can_pack, pack_weights
+from kvtool.core.kernels.linear.modules import KERNELS_KEPT, can_pack, pack_weights
 from tests.families import KINDS, save_tiny, tiny_model
 
 IDS = torch.arange(5, 60)[None]
@@ -50,7 +50,7 @@ def test_kernels_of_many_prompt_lengths_do_not_pile_up() -> None:
     """800 numbers of rows: all of their kernels would be 500 MB."""
     script = """
 import torch
-from kvtool.core.kernels.linear.onednn import keep_few_kernels
+from kvtool.core.kernels.linear.modules import keep_few_kernels
 
 resident = lambda: int(open("/proc/self/statm").read().split()[1]) * 4 // 1024
 keep_few_kernels()

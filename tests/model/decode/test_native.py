@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kvtool.core.checkpoint.hub import resolve
 from kvtool.core.checkpoint.load import load_model
-from kvtool.core.kernels.linear.modules import PackedLinear
-from kvtool.core.kernels.linear.onednn import can_pack
+from kvtool.core.kernels.linear.modules import PackedLinear, can_pack
 from kvtool.core.kernels.linear.qtensor import LAYOUTS
 from kvtool.core.model.decode import DecodeBackend, TorchBackend, decode_backend
 from kvtool.core.model.decode.native import CompiledModel, NativeBackend, compiled_model

@@ -18,7 +18,7 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from kvtool.core.checkpoint.architecture import Architecture, UnlistedArchitecture
-from kvtool.core.checkpoint.gguf.config import POSITIONS
+from kvtool.core.checkpoint.gguf.folder import POSITIONS
 from kvtool.core.checkpoint.gguf.header import TensorInfo, read_header
 from kvtool.core.errors import ModelError
 from kvtool.core.kernels.linear.qtensor import READERS, QuantizedTensor, take_rows, tensor_of_blocks

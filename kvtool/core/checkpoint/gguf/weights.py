@@ -28,8 +28,8 @@ from transformers.modeling_gguf_pytorch_utils import (
     get_gguf_hf_weights_map,
 )
 
-from kvtool.core.checkpoint.gguf.config import GPT_OSS, POSITIONS
 from kvtool.core.checkpoint.gguf.dense import Numbers, kind_of, numbers_of, quantized
+from kvtool.core.checkpoint.gguf.folder import GPT_OSS, POSITIONS
 from kvtool.core.checkpoint.gguf.header import GgufHeader, TensorInfo
 from kvtool.core.errors import ModelError
 from kvtool.core.kernels.linear.qtensor import READERS, QuantizedTensor, take_rows

@@ -11,8 +11,7 @@ import numpy as np
 from kvtool.core.codec.rans.kernels_ir import ENCODE, FINER, SYMBOLS, Decode, Encode, finer_module, symbols_module
 from kvtool.core.codec.rans.tables import I16, LANES, LEAST_STATE, MOST_CONTEXT, U8, Columns, Stream
 from kvtool.core.errors import DamagedError
-from kvtool.core.native.jit import Function, Kind, kernel
-from kvtool.core.native.job import Job, Jobs, address, scratch
+from kvtool.core.native.jit import Function, Job, Jobs, Kind, address, kernel, scratch
 
 _SLACK = 16  # words an encoder may write after the last: those of a register
 _NOTHING = np.zeros(1, np.int16)

@@ -27,7 +27,7 @@ from kvtool.core.codec.rans.tables import (
 )
 from kvtool.core.native.builder import Fields, FunctionBuilder, Value, module
 from kvtool.core.native.isa import AVX512, Isa
-from kvtool.core.native.job import JOBS, Job
+from kvtool.core.native.jit import JOBS, Job
 from kvtool.core.native.simd import any_bits, bits_of, count_bits, each_bit, permutations, permuted
 
 DECODE = Job(

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtool.core.errors import DamagedError
-from kvtool.core.native.job import address
+from kvtool.core.native.jit import address
 
 LANES = 64
 LEAST_STATE = 1 << 16

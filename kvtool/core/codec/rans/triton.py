@@ -20,7 +20,7 @@ import torch
 
 from kvtool.core.codec.rans.tables import LANES, LEAST_STATE, PROBABILITY_BITS, ZERO, Columns, Stream, TableSet
 from kvtool.core.errors import DamagedError
-from kvtool.core.kernels.triton_jit import jit
+from kvtool.core.native.jit import jit
 
 if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]

@@ -14,8 +14,7 @@ from kvtool.core.kernels.attention.flash_ir import JOB, Tiling, attention_module
 from kvtool.core.kernels.attention.params import KV, AttentionCall, AttentionParams, KeyRanges, Spans
 from kvtool.core.kernels.attention.sdpa import has_tiles
 from kvtool.core.native.isa import AVX512_BF16, isa_here, multiplies_bfloat16
-from kvtool.core.native.jit import Function, compile_once, compiled
-from kvtool.core.native.job import LINE, address, scratch
+from kvtool.core.native.jit import LINE, Function, address, compile_once, compiled, scratch
 from kvtool.core.native.threads import launch
 
 name = "flash"

@@ -12,10 +12,9 @@ from itertools import product
 from typing import ClassVar
 
 from kvtool.core.native.builder import FunctionBuilder, Value, module
-from kvtool.core.native.gemm import accumulate
 from kvtool.core.native.isa import AVX512, Isa
-from kvtool.core.native.job import LINE, Job, WorkQueue
-from kvtool.core.native.simd import EXP2, EXP2_BFLOAT16, exp2, fma, larger, transpose
+from kvtool.core.native.jit import LINE, Job, WorkQueue
+from kvtool.core.native.simd import EXP2, EXP2_BFLOAT16, accumulate, exp2, fma, larger, transpose
 
 # Strides in numbers as stored. `blocks` has three i64 each: first row, rows, first own key.
 JOB = Job(

@@ -18,7 +18,7 @@ import torch
 
 from kvtool.core.common.plugins import install_line
 from kvtool.core.kernels.attention.params import AttentionCall, AttentionParams, KeyRanges
-from kvtool.core.kernels.triton_jit import has_triton, jit
+from kvtool.core.native.jit import has_triton, jit
 
 if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]

@@ -13,10 +13,9 @@ from typing import TypeAlias
 
 from kvtool.core.kernels.linear.qtensor import BLOCK, BLOCKS, LAYOUTS, SUPERBLOCK, Layout
 from kvtool.core.native.builder import Fields, FunctionBuilder, Value, narrow, rounded
-from kvtool.core.native.gemm import accumulate
 from kvtool.core.native.isa import Isa
-from kvtool.core.native.job import Job, WorkQueue
-from kvtool.core.native.simd import Split, along, each, fma, total, totals
+from kvtool.core.native.jit import Job, WorkQueue
+from kvtool.core.native.simd import Split, accumulate, along, each, fma, total, totals
 
 _UNROLLED = 4  # vectors of a dense row at a time, with a sum for each
 # Of weights, and at least a row, that are multiplied with every x before the next ones: they stay in a core's own cache

@@ -29,7 +29,7 @@ from kvtool.core.kernels.linear.gemm_ir import (
 from kvtool.core.kernels.linear.qtensor import BLOCK, LAYOUTS, Layout
 from kvtool.core.native.builder import Fields, FunctionBuilder, Value
 from kvtool.core.native.isa import AVX2, AVX512, AVX512_VNNI, NEON_DOT, Isa
-from kvtool.core.native.job import Job, WorkQueue
+from kvtool.core.native.jit import Job, WorkQueue
 from kvtool.core.native.simd import MAGIC, each, fma
 
 TOP = 127  # the largest q

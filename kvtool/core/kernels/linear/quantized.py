@@ -22,8 +22,7 @@ from kvtool.core.kernels.linear.gemm_ir import (
 from kvtool.core.kernels.linear.qtensor import BLOCK, LAYOUTS, QuantizedTensor
 from kvtool.core.native.builder import module
 from kvtool.core.native.isa import AVX512_BF16, Isa, best_isa, multiplies_bfloat16, multiplies_int8
-from kvtool.core.native.jit import Function, compile_once, compiled
-from kvtool.core.native.job import LINE, address, scratch
+from kvtool.core.native.jit import LINE, Function, address, compile_once, compiled, scratch
 from kvtool.core.native.threads import launch
 
 _UNPACKED_AT_ONCE = 16  # rows of weights that are unpacked before they are multiplied

@@ -16,8 +16,7 @@ from safetensors import safe_open
 from kvtool.core.checkpoint.files import tensor_table, weight_files
 from kvtool.core.errors import ModelError
 from kvtool.core.kernels.decode_ir import BLOCK, HEADROOM, INT8, Code, Heads, Operation, encode, multiply_name, word
-from kvtool.core.kernels.linear.modules import PackedLinear
-from kvtool.core.kernels.linear.onednn import ReorderedLinear
+from kvtool.core.kernels.linear.modules import PackedLinear, ReorderedLinear
 from kvtool.core.kernels.linear.qtensor import QuantizedTensor, dense
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import PromptCache

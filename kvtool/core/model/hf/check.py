@@ -14,7 +14,7 @@ import torch
 from kvtool.core.checkpoint.dense import DenseModel
 from kvtool.core.checkpoint.load import whole_config
 from kvtool.core.checkpoint.packed import empty_model
-from kvtool.core.checkpoint.text_submodel import text_submodel
+from kvtool.core.checkpoint.support import text_submodel
 from kvtool.core.common.collecting import quiet
 from kvtool.core.common.files import cache_dir, make_folder, replace_file
 from kvtool.core.model.forward import Forward, Pass, QueryRows

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from kvtool.core.kernels import rope_triton as triton_place
-from kvtool.core.kernels.rope_triton import Piece, Side, described, fits, place
+from kvtool.core.kernels import placing_triton as triton_place
+from kvtool.core.kernels.placing_triton import Piece, Side, described, fits, place
 from tests.codec.processes import compile_for_cuda, needs_triton
 from tests.kernels.formulas import random, rotated
 

@@ -16,8 +16,7 @@ from kvtool.core.kernels import FORMATS
 from kvtool.core.native import builder, simd
 from kvtool.core.native.builder import Fields, FunctionBuilder, Value, rounded
 from kvtool.core.native.isa import Isa
-from kvtool.core.native.jit import Function, compile_once, compiled
-from kvtool.core.native.job import Job, WorkQueue
+from kvtool.core.native.jit import Function, Job, WorkQueue, compile_once, compiled
 from kvtool.core.native.simd import each, rotate
 from kvtool.core.native.threads import launch
 
