@@ -99,7 +99,7 @@ def measure(given: argparse.Namespace, out: Out) -> None:
     if is_busy():
         out.warning("other programs want the cores: times will not be this machine's own", "measure when it is idle")
     with out.progress("measure", total=runs(options), unit="runs") as bar:
-        events = Events(status=bar.describe, advance=bar.advance)
+        events = Events(advance=bar.advance)
         result = gathered(measure_peers(options, given.resume, events), options, there)
     out.result(result.to_json(), human=lambda: show(out, result))
 

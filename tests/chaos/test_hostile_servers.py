@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 import trustme
 
-from kvtool.core.cache.chunks import BlobRequest
+from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import EXIT_DAMAGED, EXIT_FAILED, KvtoolError
 from kvtool.core.remote import object_store, redis

@@ -26,7 +26,9 @@ def every_command(folder: Path, store: Path, fitted: Path, tiny: Path) -> dict[s
     fitted : a store with a profile and all levels, to be used up.
     """
     corpus = write_corpus(folder / "corpus", 2)
-    (corpus / "odd.txt").write_bytes(b"\0\1\2\3")
+    others = write_corpus(folder / "others", 1)
+    for each in (corpus, others):
+        (each / "odd.txt").write_bytes(b"\0\1\2\3")
     batch = folder / "batch.jsonl"
     questions = ({"id": "a", "question": QUESTION, "answers": ["baker A"]}, {"question": "zzyzx"})
     batch.write_text("".join(json.dumps(row) + "\n" for row in questions))
@@ -42,7 +44,7 @@ def every_command(folder: Path, store: Path, fitted: Path, tiny: Path) -> dict[s
         for name, args in {
             "ingest": ("ingest", corpus, *fresh, "--model", tiny, *CHUNKS, *PREFIX, "--json"),
             "serve": ("serve", "--show-key", "--json"),
-            "ingest (events)": ("ingest", corpus, *fresh, "--jsonl"),
+            "ingest (events)": ("ingest", others, *fresh, "--jsonl"),
             "ingest (dry run)": ("ingest", corpus, *fresh, "--dry-run", "--json"),
             "compress": ("compress", *fresh, "--fit", "--level", "1", "--level", "lossless", "--json"),
             "compress (events)": ("compress", *fresh, "--level", "3", "--jsonl"),

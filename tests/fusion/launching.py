@@ -12,7 +12,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from kvtool.core.cache.chunks import KVRead, read_record
+from kvtool.core.cache.backend import KVRead
+from kvtool.core.cache.chunks import read_record
 from kvtool.core.cache.record import Allocator, KVHeader, aligned, encode_record
 from kvtool.core.codec.base import NAMES
 from kvtool.core.codec.levels import RAW

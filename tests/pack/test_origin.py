@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvtool.core.cache import tables
-from kvtool.core.cache.chunks import BlobRequest
+from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.cache.identity import HERE, Origin, seal_origin
 from kvtool.core.cache.store import Store
 from kvtool.core.compress import job

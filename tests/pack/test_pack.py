@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import kvtool as kvtool_api
-from kvtool.core.cache.chunks import BlobRequest
+from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.cache.record import Kind
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import NESTED

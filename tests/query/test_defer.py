@@ -168,19 +168,6 @@ def test_verdicts(sure: float, text: str, sufficient: bool, why: str) -> None:
     assert why in reason
 
 
-def test_a_plan_shows_what_would_be_loaded_when(store: Path) -> None:
-    def plan(*more: object) -> Done:
-        return kvtool("inspect", "plan", QUESTION, "--store", store, "--top-k", "5", *more).fine()
-
-    def rounds(*more: object) -> list[int]:
-        return [chunk["round"] for chunk in plan("--defer", "--json", *more).json["chunks"]]
-
-    assert rounds() == [1, 1, 2, 2, 3]
-    assert rounds("--set", "defer.first=4") == [1, 1, 1, 1, 2]
-    assert "round" not in plan("--json").json["chunks"][0]
-    assert "2 chunks first" in plan("--defer").out
-
-
 def test_of_equal_scores_the_warm_one_comes_first(session: Session) -> None:
     def hits(top_k: int) -> Sequence[Hit]:
         return lay_out(session, Request("mill"), QueryOptions(top_k=top_k, order="relevance")).hits

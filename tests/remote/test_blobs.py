@@ -13,7 +13,7 @@ from urllib.parse import quote
 import pytest
 from redis.connection import Connection
 
-from kvtool.core.cache.chunks import BlobRequest
+from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.errors import KvtoolError, RemoteError, UsageError
 from kvtool.core.remote.blobs import Blobs, open_blobs
 from kvtool.core.remote.prefetch import GAP, Prefetcher

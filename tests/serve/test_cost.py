@@ -15,6 +15,7 @@ from unittest.mock import Mock, patch
 import httpx2
 import pytest
 
+from kvtool.core.common.text import normalised
 from kvtool.core.errors import KvtoolError
 from kvtool.core.query.conversation import BACK, search_text
 from kvtool.core.retrieval.finder import _MOST_SPLITS, Places, _matcher
@@ -63,9 +64,9 @@ def test_work_grows_with_the_length_alone() -> None:
 
 def test_letters_are_normalised_as_ever() -> None:
     long = ("a" + "\u0301" * 30, "≠" * 40 + "=\u0338", "…" * 50, "e\u0301!?" * 40)
-    for text in ("plain", "Zoë à la carte", "각 ガ ﾊﾟ", *long):
+    for written in ("plain", "Zoë à la carte", "각 ガ ﾊﾟ", *long):
         for form in ("NFC", "NFKC"):
-            assert text.normalised(form, text) == unicodedata.normalize(form, text)  # type: ignore[arg-type]
+            assert normalised(form, written) == unicodedata.normalize(form, written)  # type: ignore[arg-type]
 
 
 def test_a_label_is_looked_for_at_few_places() -> None:

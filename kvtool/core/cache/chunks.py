@@ -1,111 +1,23 @@
-"""The tables of chunks as they are read, here and in a remote backend."""
+"""The tables of chunks as they are read."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import NamedTuple, Protocol
 
 from kvtool.core.cache import tables
+from kvtool.core.cache.backend import KVRead, RemoteBackend
 from kvtool.core.cache.entries import ChunkInfo
 from kvtool.core.cache.environment import StoreConnection
 from kvtool.core.cache.identity import FEWEST_DIGITS, ID_BYTES, Origin, chunks_named, is_id
-from kvtool.core.cache.record import DIGEST_BYTES, HEADER_BYTES, Allocator, Kind, KVHeader, aligned, payload_part
+from kvtool.core.cache.record import DIGEST_BYTES, HEADER_BYTES, Allocator, Kind, aligned, payload_part
 from kvtool.core.cache.tables import origin_in
 from kvtool.core.cache.tree import Snapshot, value_or_damage
 from kvtool.core.codec.levels import MAKER, level_of
 from kvtool.core.common.machine import Arithmetic
 from kvtool.core.errors import DamagedError, KvtoolError
-
-KVRead = tuple[KVHeader, memoryview]
-
-
-class Offer(Protocol):
-    """A level of a chunk in the remote store: bytes of its records, the level that it refines, the profile it names."""
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def base(self) -> str | None: ...
-
-    @property
-    def maker(self) -> str | None: ...
-
-
-class BlobRequest(NamedTuple):
-    """Request for a value of at most `most` bytes, or for exactly so many bytes of the value `pack` from `start` on."""
-
-    name: str
-    most: int
-    pack: str = ""
-    start: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class BlobResponse:
-    """Response to a request; `value` is None if no value has this name, `at` its arrival (`perf_counter`)."""
-
-    name: str
-    value: bytes | None
-    at: float
-
-
-class Stream(Protocol):
-    """Values of a remote store, in the order of their requests. `alive`: nothing has failed so far."""
-
-    url: str
-    alive: bool
-
-    def ask(self, wanted: Sequence[BlobRequest]) -> None:
-        """Request more values; never waits."""
-
-    def take(self, timeout: float) -> BlobResponse:
-        """Wait for the next value, at most `timeout` seconds. Raises RemoteError."""
-
-    def close(self) -> None: ...
-
-
-class RemoteBackend(Protocol):
-    """Remote backend of a local store: a read fetches the records from it that the store lacks; after a failure it
-    offers nothing more. `timeout`: seconds to wait for a value. Callers test whether :attr:`ChunkReader.link` is one or
-    None, never for a class."""
-
-    timeout: float
-
-    def offers(self, chunk_id: bytes) -> Mapping[str, Offer]: ...
-
-    def complete(
-        self,
-        reads: list[KVRead | KvtoolError | None],
-        chunk_ids: Sequence[bytes],
-        level: str,
-        layer: int,
-        before: Callable[[int], None],
-    ) -> None:
-        """Fetch the records that a read of the local store did not find into their places in `reads`."""
-
-    def keep_fetched(self) -> None: ...
-
-    def close(self) -> None: ...
-
-    def is_here(self, chunk_id: bytes, level: str) -> bool:
-        """True if a read of a chunk at a level needs no fetching."""
-
-    def wanted(self, chunk_id: bytes, level: str) -> list[BlobRequest]:
-        """Requests for the records of a level, layer by layer; empty if the level is not offered."""
-
-    def arrivals(self) -> Stream:
-        """Open a stream of values. Raises RemoteError."""
-
-    def keep(self, place: tuple[bytes, str], layer: int, value: bytes | None) -> bool:
-        """Hold a fetched record, to be read now and written later. False: it is missing or wrong."""
-
-    def give_up(self, error: KvtoolError) -> None: ...
-
 
 _SAMPLED = 10_000  # chunks that `arithmetics` looks at
 

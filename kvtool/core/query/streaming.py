@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvtool.core.cache.chunks import BlobRequest, RemoteBackend, Stream
+from kvtool.core.cache.backend import BlobRequest, RemoteBackend, Stream
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import RAW, known
 from kvtool.core.codec.rans.coder import compile_ahead

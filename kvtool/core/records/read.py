@@ -20,7 +20,8 @@ from kvtool.core.model.prompt_cache import KVShape
 from kvtool.core.records.encode import LeadIns, make
 
 if TYPE_CHECKING:
-    from kvtool.core.cache.chunks import ChunkReader, KVRead
+    from kvtool.core.cache.backend import KVRead
+    from kvtool.core.cache.chunks import ChunkReader
     from kvtool.core.cache.entries import ChunkSpec
     from kvtool.core.cache.store import Store
     from kvtool.core.cache.writer import Writer

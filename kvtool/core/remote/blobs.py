@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, cast
 
-from kvtool.core.cache.chunks import BlobRequest
+from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.common.plugins import extra_line, found
 from kvtool.core.common.urls import KINDS, SCHEME, for_people, is_url
 from kvtool.core.errors import KvtoolError, UsageError

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
-from kvtool.core.cache.chunks import BlobRequest
+from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.cache.identity import ID_BYTES
 from kvtool.core.cache.record import Kind, seal, unseal
 from kvtool.core.errors import DamagedError, StoreFormatError

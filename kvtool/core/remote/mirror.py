@@ -12,7 +12,8 @@ from itertools import chain
 from pathlib import Path
 
 from kvtool.core.cache import layout
-from kvtool.core.cache.chunks import BlobRequest, KVRead, read_record
+from kvtool.core.cache.backend import BlobRequest, KVRead
+from kvtool.core.cache.chunks import read_record
 from kvtool.core.cache.entries import ChunkInfo
 from kvtool.core.cache.identity import HERE
 from kvtool.core.cache.layout import atomic_write

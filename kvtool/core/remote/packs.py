@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
-from kvtool.core.cache.chunks import BlobRequest
+from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.cache.entries import FileEntry
 from kvtool.core.cache.identity import HERE, ID_BYTES
 from kvtool.core.cache.layout import sync_folder

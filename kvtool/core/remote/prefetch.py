@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TypeVar
 
-from kvtool.core.cache.chunks import BlobRequest, BlobResponse
+from kvtool.core.cache.backend import BlobRequest, BlobResponse
 from kvtool.core.errors import KvtoolError, RemoteError
 from kvtool.core.remote import values
 from kvtool.core.remote.blobs import Readable

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from kvtool.core.cache import tables
-from kvtool.core.cache.chunks import BlobRequest
+from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry
 from kvtool.core.cache.identity import HERE, ORIGIN, Origin
 from kvtool.core.cache.options import StoreOptions

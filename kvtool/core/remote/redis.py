@@ -16,7 +16,7 @@ from redis import exceptions as errors
 from redis.connection import DefaultParser
 from redis.utils import HIREDIS_AVAILABLE
 
-from kvtool.core.cache.chunks import BlobRequest
+from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.common.urls import HIDDEN, SHOWN, for_people, is_host
 from kvtool.core.errors import KvtoolError, NoSpaceError, RemoteError, UsageError
 from kvtool.core.remote.blobs import AHEAD, LEASES, LEAST_RATE, MOST_NAMES, TIMEOUT, Backend, most_bytes, seconds_held

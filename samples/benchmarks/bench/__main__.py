@@ -55,7 +55,7 @@ def ingest(run: Run) -> None:
         if not files:
             raise KvtoolError("the store holds no documents", "run `kvtool ingest PATH` first")
         with run.out.progress("measure", total=passes(options.repeat), unit="passes") as bar:
-            events = Events(status=bar.describe, advance=bar.advance)
+            events = Events(advance=bar.advance)
             result = bench_ingest(session.decoder, session.identity, files, options.repeat, events)
     run.out.result(result, human=lambda: _show_ingest(run, result))
 
@@ -116,7 +116,7 @@ def codec(run: Run) -> None:
         Store.open(run.folder) as store,
         run.out.progress("measure", total=options.repeat + 1, unit="rounds") as bar,
     ):
-        events = Events(status=bar.describe, advance=bar.advance)
+        events = Events(advance=bar.advance)
         result = bench_codec(store, options.tokens, options.repeat, options.threads, events, dtype)
     run.out.result(result, human=lambda: _show_codec(run, result))
 
@@ -165,7 +165,7 @@ def fusion(run: Run) -> None:
         skip_full_above=wanted.skip_full_above,
     )
     with run.out.progress("measure", total=passes(options), unit="passes") as bar:
-        result = _measured(run, wanted.shape, options, Events(status=bar.describe, advance=bar.advance))
+        result = _measured(run, wanted.shape, options, Events(advance=bar.advance))
     for note in result["notes"]:
         run.out.warning(note)
     run.out.result(result, human=lambda: _show_fusion(run, result))
@@ -214,7 +214,7 @@ def decode(run: Run) -> None:
     options = DecodeOptions(wanted.context, wanted.new_tokens, wanted.stepper)
     decoder = _decoder(run, wanted.shape)
     with run.out.progress("measure", total=options.new_tokens, unit="steps") as bar:
-        result = bench_decode(decoder, options, Events(status=bar.describe, advance=bar.advance))
+        result = bench_decode(decoder, options, Events(advance=bar.advance))
     for note in result["notes"]:
         run.out.warning(note)
     run.out.result(result, human=lambda: _show_decode(run, result))
