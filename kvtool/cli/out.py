@@ -197,9 +197,10 @@ class Out:
     def error(self, error: KvtoolError, exit_code: int | None = None) -> None:
         facts = error_json(error, exit_code)
         self._say(facts["message"], "error", facts["hint"])
-        if self.mode == "json":
-            self.json({"error": facts})
-        self.event("error", error=facts)
+        with suppress(KvtoolError, OutputClosed):  # stderr has it, and the exit code stays that of the error
+            if self.mode == "json":
+                self.json({"error": facts})
+            self.event("error", error=facts)
 
     def progress(self, label: str, total: float | None = None, unit: str = "tokens") -> AbstractContextManager[Bar]:
         """A bar on a terminal, else a line every half minute, every ten seconds at -v, a status event each second in

@@ -131,6 +131,7 @@ def verify(run: Run) -> int | None:
     """Check stored data; with --repair, remove what is damaged."""
     from kvtool.core.cache.integrity import repair
     from kvtool.core.cache.integrity import verify as check
+    from kvtool.core.cache.layout import RESCUE
 
     options = run.get(VerifyOptions)
     sample = Fraction(options.sample) if options.sample is not None else None
@@ -142,6 +143,8 @@ def verify(run: Run) -> int | None:
             with store.writer(run.lock_wait) as writer:
                 repaired = repair(store, writer, damaged)
             left = check(store, sample)
+            if left:
+                run.out.warning("some damage cannot be repaired", RESCUE)
         sizes, concerns = store.stats(), store.concerns()
     for concern in concerns:
         run.out.warning(concern)

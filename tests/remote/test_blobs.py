@@ -11,6 +11,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
+from redis import Redis
 from redis.connection import Connection
 
 from kvtool.core.cache.backend import BlobRequest
@@ -107,6 +108,13 @@ def test_redis_answers_queued_requests_together(redis_url: str, monkeypatch: pyt
         ]
     assert sum(bytes(piece).count(b"GETRANGE") for commands in sent for piece in commands) == 208
     assert len([commands for commands in sent if b"GETRANGE" in b"".join(commands)]) == 4  # of 64 requests at most
+
+
+def test_redis_key_of_another_type_is_damaged(redis_url: str) -> None:
+    with closing(open_blobs(redis_url)) as blobs, closing(Redis.from_url(redis_url)) as client:
+        blobs.put({"v/a": b"1", "v/c": b"3"})
+        client.lpush("kvtool/v/b", "2")
+        assert blobs.get(["v/a", "v/b", "v/c"]) == [b"1", b"", b"3"]
 
 
 def test_redis_prefix_separates_stores(redis_url: str) -> None:

@@ -157,6 +157,8 @@ def test_a_store_that_does_not_exist(tiny: Path, tmp_path: Path) -> None:
     none, elsewhere = tmp_path / "none", ("--host", "203.0.113.1")  # of documentation: no machine can listen there
     kvtool("serve", "--store", none).failed(10, "there is no store at", "kvtool ingest")
     kvtool("serve", "--store", none, "--uploads", tmp_path / "sent", "--model", tmp_path / "lost").failed(12, "lost")
+    (tmp_path / "file").touch()
+    kvtool("serve", "--store", none, "--uploads", tmp_path / "file").failed(2, "not a folder")
     assert not none.exists()
     kvtool("serve", "--store", tmp_path / "made", "--learn", "--model", tiny, *elsewhere).failed(1, "cannot listen")
     with Store.open(tmp_path / "made") as store:

@@ -366,6 +366,29 @@ def test_verify_repairs_what_is_damaged_in_any_table(fitted: Path) -> None:
     assert damages(fitted) == []
 
 
+def test_repair_drops_what_it_can_of_a_store_with_damaged_pages(fitted: Path) -> None:
+    with Store.open(fitted) as store:
+        data = store.environment.generation / "data.mdb"
+    pages = bytearray(data.read_bytes())
+    big = [at for at in range(0, len(pages), 4096) if pages[at + 10 : at + 12] == b"\4\0"]  # first pages of long values
+    pages[big[0] : big[0] + 8] = bytes(8)
+    pages[big[1] + 100] ^= 1
+    data.write_bytes(pages)
+    done = kvtool("store", "verify", "--repair", "--store", fitted)
+    assert (done.code, "2 damaged" in done.out, "store export" in done.err) == (13, True, True)
+    assert len(damages(fitted)) == 1
+
+
+def test_a_level_without_its_profile_is_damaged(fitted: Path) -> None:
+    with Store.open(fitted) as store, store.writer() as pen:
+        with store.snapshot() as snapshot:
+            profiles = [(tables.PROFILES, key) for key in snapshot.keys(tables.PROFILES)]
+        pen.mend([], profiles)
+    assert {*damages(fitted)} == {"the codec profile of its records is missing or damaged"}
+    kvtool("store", "verify", "--repair", "--store", fitted).fine()
+    assert damages(fitted) == []
+
+
 def test_lines_of_a_crontab_are_silent_on_success(tmp_path: Path) -> None:
     path = make_store(tmp_path / "store", files=3, dim=DIM)
     kvtool("store", "prune", "--budget", str(2 * bytes_in(path)), "--store", path).fine()

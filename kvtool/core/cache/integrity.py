@@ -22,8 +22,9 @@ from kvtool.core.cache.record import Kind, unseal
 from kvtool.core.cache.side_files import damaged_files
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.tables import RowKey, file_row, level_keys, missing_parts, named_part, read_row, stretch_keys
-from kvtool.core.cache.tree import Snapshot
+from kvtool.core.cache.tree import Snapshot, value_or_damage
 from kvtool.core.cache.writer import Writer
+from kvtool.core.codec.levels import NO_PROFILE
 from kvtool.core.common.children import python
 from kvtool.core.errors import DamagedError, KvtoolError
 
@@ -149,15 +150,14 @@ def _missing_records(store: Store) -> Iterator[Damage]:
 
 
 def _without_profile(store: Store) -> Iterator[Damage]:
-    """Yield levels whose records cannot be decoded, since the codec profile that they name is damaged."""
+    """Yield levels whose records cannot be decoded, since the codec profile that they name is missing or damaged."""
     with store.snapshot() as snapshot:
-        sound = {key for key, _ in sound_rows(snapshot, tables.PROFILES)}
-        damaged = {key.hex() for key in snapshot.keys(tables.PROFILES)} - {key.hex() for key in sound}
-        rows = [key for key, _ in sound_rows(snapshot, tables.LEVELS)] if damaged else []
+        sound = {None, NO_PROFILE.hex(), *(key.hex() for key, _ in sound_rows(snapshot, tables.PROFILES))}
+        rows = [key for key, _ in sound_rows(snapshot, tables.LEVELS)]
     for key in rows:
         chunk_id, level = key[:ID_BYTES], key[ID_BYTES:].decode("ascii")
-        if store.made_with(chunk_id, level) in damaged:
-            reason = "the codec profile of its records is damaged"
+        if store.made_with(chunk_id, level) not in sound:
+            reason = "the codec profile of its records is missing or damaged"
             yield Damage(reason, "levels", key.hex(), chunk_id.hex(), level)
 
 
@@ -186,8 +186,16 @@ def repair(store: Store, writer: Writer, damages: Iterable[Damage]) -> int:
     damages = list(damages)
     with store.environment.read() as snapshot:
         deletions, marked = _plan_repair(snapshot, [damage for damage in damages if damage.table != BESIDE])
+        deletions = _writable(snapshot, deletions)
     writer.mend([*map(file_row, marked)], sorted(deletions))
     return len(deletions) + len(marked) + _drop_files(store.path, damages)
+
+
+def _writable(snapshot: Snapshot, rows: set[RowKey]) -> set[RowKey]:
+    """Return the rows that LMDB can delete without meeting a damaged page."""
+    if not isinstance(value_or_damage(snapshot.touch, list(rows)), DamagedError):
+        return rows
+    return {row for row in rows if not isinstance(value_or_damage(snapshot.touch, [row]), DamagedError)}
 
 
 def _drop_files(root: Path, damages: list[Damage]) -> int:

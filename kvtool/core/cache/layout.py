@@ -131,9 +131,9 @@ def folder_bytes(root: Path) -> int:
 def explain(error: lmdb.Error, folder: Path, need: int) -> KvtoolError:
     """Translate a failed LMDB write. A full disk, a quota and a file size limit all show as `Input/output error`: a
     test write distinguishes them from damage."""
-    if isinstance(error, (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError)):
-        return DamagedError(f"{folder}: the index of the store is damaged", "run `kvtool store verify`")
     code = getattr(error, "code", 0)
+    if isinstance(error, (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError)) or code == errno.EFAULT:
+        return DamagedError(f"{folder}: the index of the store is damaged", "run `kvtool store verify`")
     if code in FULL or ((code == errno.EIO or isinstance(error, lmdb.DiskError)) and _is_full(folder, need)):
         free = megabytes(disk_free(folder))
         return NoSpaceError(
@@ -176,6 +176,7 @@ REMOTE_FOLDER = "remote"  # of the local cache of a shared store
 _MOST_READ = 64 * 1024  # of a small file
 _GENERATION = re.compile(r"gen-[1-9][0-9]{0,8}")
 REPAIR = "run `kvtool store verify --repair`, then ingest again"
+RESCUE = "`kvtool store export FILE.kvpack` saves what is whole, for `kvtool store import --mine` into a new store"
 REBUILD = "restore the folder from a copy, or ingest into a new store"
 
 

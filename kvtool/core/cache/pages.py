@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from kvtool.core.cache.layout import REBUILD
+from kvtool.core.cache.layout import REBUILD, RESCUE
 from kvtool.core.errors import DamagedError, StoreFormatError
 
 META_PAGES = 2
@@ -139,7 +139,7 @@ def parse_page(page: int, data: bytes, ordered: bool = True) -> Branch | Leaf:
     not `ordered` by their bytes. Raises DamagedError."""
     number, flags, lower, upper = _HEADER.unpack_from(data)
     if number != page or flags not in (_BRANCH, _LEAF):
-        raise DamagedError(f"page {page} of the index is no page of a tree")
+        raise DamagedError(f"page {page} of the index is not a page of a tree", RESCUE)
     if not _HEADER.size <= lower <= upper <= len(data) or lower % 2:
         raise DamagedError(f"page {page} of the index has bounds that cannot be")
     pointers = struct.unpack_from(f"={(lower - _HEADER.size) // 2}H", data, _HEADER.size)

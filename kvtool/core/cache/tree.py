@@ -21,7 +21,7 @@ from typing import ParamSpec, Self, TypeAlias, TypeVar
 
 import lmdb
 
-from kvtool.core.cache.layout import REBUILD, REPAIR
+from kvtool.core.cache.layout import REBUILD, REPAIR, RESCUE
 from kvtool.core.cache.pages import (
     META_PAGES,
     NUMBER,
@@ -283,7 +283,7 @@ class Tree:
         number, flags, pages = _BIG_HEADER.unpack(header)
         too_few = pages * self.meta.page_size < len(header) + size
         if number != page or flags != _OVERFLOW or too_few or page + pages - 1 > self.meta.last_page:
-            raise DamagedError(f"the pages of a value, from {page} on, are not what the index says")
+            raise DamagedError(f"the pages of a value, from {page} on, are not what the index says", RESCUE)
         return int(pages)
 
 

@@ -158,11 +158,9 @@ class RedisBlobs(Backend):
                 connection.send_packed_command(connection.pack_commands(commands))
             for number, most in enumerate(limits):
                 with self._explained(), self._bounds.of(most):
-                    value = connection.read_response()
+                    value = _read_value(connection, most)
                 left -= 1
-                if type(value) is not bytes:
-                    raise RemoteError(f"{self.url} answers as no Redis does", _CHECK)
-                yield number, _bounded(value, most)
+                yield number, value
         finally:
             if left:  # replies are on their way that nobody reads
                 connection.disconnect()
@@ -224,6 +222,19 @@ class RedisBlobs(Backend):
 
 _CHECK = "check the address and that the server runs"
 _MOST_SAID = 1000  # characters of what a server says of an error
+
+
+def _read_value(connection: Any, most: int) -> bytes | None:
+    """Read the reply to a GETRANGE; b"": the key holds something else than a value of kvtool's."""
+    try:
+        value = connection.read_response()
+    except errors.ResponseError as error:
+        if str(error).startswith("WRONGTYPE"):
+            return b""
+        raise
+    if type(value) is not bytes:
+        raise TypeError(f"a reply of the type {type(value).__name__}")
+    return _bounded(value, most)
 
 
 def _bounded(value: bytes, most: int) -> bytes | None:
