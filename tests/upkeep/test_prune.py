@@ -375,8 +375,8 @@ def test_repair_drops_what_it_can_of_a_store_with_damaged_pages(fitted: Path) ->
     pages[big[1] + 100] ^= 1
     data.write_bytes(pages)
     done = kvtool("store", "verify", "--repair", "--store", fitted)
-    assert (done.code, "2 damaged" in done.out, "store export" in done.err) == (13, True, True)
-    assert len(damages(fitted)) == 1
+    assert (done.code, "dropped" in done.out, "store export" in done.err) == (13, True, True), done.out
+    assert all("the pages of a value" in reason for reason in damages(fitted))
 
 
 def test_a_level_without_its_profile_is_damaged(fitted: Path) -> None:
