@@ -76,6 +76,7 @@ def done(work: Callable[[], Any]) -> Any:
     return ended.value
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_kill_at_any_write_loses_no_learned_passage(tiny: Path, tmp_path: Path) -> None:
     half, base, folder = tmp_path / "half", tmp_path / "base", tmp_path / "killed"

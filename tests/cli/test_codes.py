@@ -104,7 +104,9 @@ def test_14_over_the_budget(store: Path, tmp_path: Path, form: Any) -> None:
         done.failed(14, "budget of 0.1 MB")
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_130_and_143(number: signal.Signals, code: int, tiny: Path, tmp_path: Path) -> None:
     from tests.cli.working import damages, listing, write_corpus
 

@@ -146,6 +146,7 @@ def test_a_store_that_is_replaced_meanwhile(store: Path, comets: Path, tmp_path:
         assert sources(client, QUESTION)[0] == "mill2.md:1"
 
 
+@pytest.mark.slow
 def test_a_store_that_is_replaced_within_an_answer(store: Path, comets: Path, tmp_path: Path) -> None:
     asked = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 40, "stream": True}
     with serving(store) as served, served.client as client:

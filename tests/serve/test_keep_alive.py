@@ -108,6 +108,7 @@ def test_the_second_question_is_answered_by_the_engine_of_the_first(
     assert "no model stays loaded" in kvtool("stop", "--store", store).fine().err
 
 
+@pytest.mark.slow
 def test_many_shells_start_one_engine(store: Path) -> None:
     shells = [
         subprocess.Popen(
@@ -122,6 +123,7 @@ def test_many_shells_start_one_engine(store: Path) -> None:
     wait_until(lambda: engines()[0]["requests"] == 20)
 
 
+@pytest.mark.slow
 def test_a_killed_engine_blocks_nothing(store: Path) -> None:
     before = engine_of(store)
     kill(before)
@@ -132,6 +134,7 @@ def test_a_killed_engine_blocks_nothing(store: Path) -> None:
     assert [each.pid for each in keep_alive.engines()] == [now.pid] != [before.pid]
 
 
+@pytest.mark.slow
 def test_commands_that_look_at_once_are_no_engine(store: Path) -> None:
     """They would take the process of a record for one, and `kvtool stop` would end whatever has its number now."""
     engine = engine_of(store)
@@ -159,6 +162,7 @@ def test_an_engine_ends_some_time_after_the_last_question(store: Path) -> None:
     assert "no question came" in Path(engine.log).read_text()
 
 
+@pytest.mark.slow
 def test_a_store_that_is_made_again_is_answered_from(store: Path, tiny: Path, tmp_path: Path) -> None:
     engine = engine_of(store)
     shutil.rmtree(store)
@@ -181,6 +185,7 @@ def test_an_engine_without_its_store_ends(store: Path) -> None:
     assert engines() == []
 
 
+@pytest.mark.slow
 def test_an_engine_whose_record_cannot_be_written_answers_and_ends(store: Path) -> None:
     engine = engine_of(store)
     wait_until(lambda: not keep_alive.engines()[0].running)  # after which it writes nothing
@@ -189,6 +194,7 @@ def test_an_engine_whose_record_cannot_be_written_answers_and_ends(store: Path) 
     wait_for_end(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", ["record", "socket"])
 def test_an_engine_that_cannot_be_found_ends(store: Path, lost: str) -> None:
     engine = engine_of(store)
@@ -208,6 +214,7 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_no_pipe_and_no_terminal_is_kept_open(store: Path) -> None:
     reading, writing = os.pipe()
     os.set_inheritable(writing, True)
@@ -284,6 +291,7 @@ def test_nothing_stays_loaded_after_questions_of_programs(store: Path, more: str
     assert engines() == []
 
 
+@pytest.mark.slow
 def test_a_setting_is_for_people(store: Path, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job of cron has no terminal; and the file of a folder may be anybody's."""
     assert process(*asked(store), KVTOOL_KEEP_ALIVE="10m").fine().out
@@ -301,6 +309,7 @@ def test_a_setting_is_for_people(store: Path, home: Path, tmp_path: Path, monkey
     assert len(engines()) == 1
 
 
+@pytest.mark.slow
 def test_an_engine_of_other_code_is_replaced(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after an upgrade: its answers may differ, and it may not understand the question."""
     engine = engine_of(store)
@@ -343,6 +352,7 @@ def test_a_server_that_runs_is_used_instead(store: Path) -> None:
     assert engines() == []
 
 
+@pytest.mark.slow
 def test_a_server_that_starts_replaces_it(store: Path) -> None:
     engine_of(store)
     with running("--store", store, "--no-key"):

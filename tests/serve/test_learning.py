@@ -199,6 +199,7 @@ def test_what_was_ingested_is_not_learned_and_spot_false_learns_nothing(store: P
             assert opened.chunk_ids() == []
 
 
+@pytest.mark.slow
 def test_the_least_recently_used_are_evicted_within_the_budget(store: Path) -> None:
     budget = 3 * 10**6
     with serving(store, learn=True, learn_budget=budget) as served:

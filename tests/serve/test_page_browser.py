@@ -261,6 +261,7 @@ def test_a_server_that_is_gone_is_told_and_found_again(ready: Path, open_page: O
     page.locator("#gone").wait_for()
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_in_an_answer(
     store: Path, open_page: Open, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,6 +79,7 @@ def test_documents_are_sent_found_and_removed(store: Path, tmp_path: Path, open_
         assert not page.locator("#uploads").is_visible()
 
 
+@pytest.mark.slow
 def test_files_wait_and_are_not_lost_without_a_word(store: Path, tmp_path: Path, open_page: Open) -> None:
     """Those that are dropped meanwhile wait, too; an ingest that runs on is shown after a reload."""
     with served_with(store, tmp_path / "sent") as served, held(served) as free:

@@ -76,6 +76,7 @@ WORDS = " ".join(f"word{number} of the harbour" for number in range(40))
 LEARNED = {"messages": [{"role": "user", "content": WORDS}], "max_tokens": 1}
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_server_that_learns(store: Path) -> None:
     counts = list[int]()
     for _ in range(2):
@@ -91,6 +92,7 @@ def test_ctrl_c_ends_a_server_that_learns(store: Path) -> None:
     assert 0 < counts[0] <= counts[1]
 
 
+@pytest.mark.slow
 def test_a_key_file_that_is_not_where_it_was_deletes_nobodys_passages(store: Path, tmp_path: Path) -> None:
     """A start makes the missing file anew, and a later one has it: none of its keys has any passage."""
     mine, other = tmp_path / "mine", tmp_path / "other"
@@ -108,6 +110,7 @@ def test_a_key_file_that_is_not_where_it_was_deletes_nobodys_passages(store: Pat
                 assert learned.sources()
 
 
+@pytest.mark.slow
 def test_on_a_terminal_it_says_that_it_is_ready_and_a_short_line_a_request(store: Path, tmp_path: Path) -> None:
     mine, its = pty.openpty()
     (tmp_path / "key").write_text("kv-of+a/terminal\n")
@@ -224,6 +227,7 @@ def test_an_ingest_stops_where_the_server_ends(
         assert client.post(CHAT, json=asked_of).status_code == 200
 
 
+@pytest.mark.slow
 def test_sigterm_ends_a_process_that_ingests(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key, log, script = tmp_path / "key", tmp_path / "log", tmp_path / "read.sh"
     key.write_text(KEY)
