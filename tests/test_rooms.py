@@ -40,9 +40,9 @@ APART = ({"ingest", "compress", "query"}, {"codec", "model", "corpus", "streamin
 LINES = {
     "agent": 614,
     "api": 429,
-    "cache": 4412,
+    "cache": 4421,
     "checkpoint": 2850,
-    "cli": 4566,
+    "cli": 4570,
     "codec": 3402,
     "common": 1089,
     "compress": 1159,
@@ -57,18 +57,18 @@ LINES = {
     "options": 612,
     "query": 3206,
     "records": 379,
-    "remote": 4998,
+    "remote": 5009,
     "reports": 2627,
     "retrieval": 1971,
-    "serve": 4968,
+    "serve": 4972,
     "session": 1531,
     "streaming": 554,
     "top": 246,
     "upkeep": 1117,
     "vllm": 999,
 }
-PRODUCT_LINES = 64_095
-TEST_LINES = 59_889
+PRODUCT_LINES = 64_123
+TEST_LINES = 59_944
 
 
 def room_of(parts: tuple[str, ...]) -> str:
