@@ -23,7 +23,7 @@ from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.plugins import extra_line
 from kvtool.core.common.text import escaped
 from kvtool.core.common.types import Warn
-from kvtool.core.errors import KvtoolError, StoreNotFoundError
+from kvtool.core.errors import KvtoolError, StoreNotFoundError, UsageError
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import Options, option
@@ -73,6 +73,8 @@ def _serve(run: Run, options: ServeOptions, keys: Sequence[str] | None, file: Pa
     from kvtool.serve.server import serve as run_server
 
     warn = warning_to(run.out)
+    if options.uploads is not None and options.uploads.exists() and not options.uploads.is_dir():
+        raise UsageError(f"--uploads: {options.uploads} is not a folder", "name a folder; a missing one is made")
     _check_store(run, options)
     with bind(options) as bound:
         engine = Engine(run.get(StoreOptions).place, run.get(ModelOptions), warn, options, owners_of(keys))

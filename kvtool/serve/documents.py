@@ -132,8 +132,6 @@ class Documents:
             gone = await asyncio.to_thread(self._forget, source, query.all == "true", query.exact == "true")
         except MuchError as error:
             raise Refusal(409, "much", error.message, "add &all=true to do it", "all") from error
-        except UsageError as error:
-            raise Refusal(404, "no_document", error.message, "GET /v1/documents lists them", "source") from error
         return JSONResponse({"object": "list", "deleted": list(gone)})
 
     # ---- in another thread ----

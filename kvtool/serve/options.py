@@ -104,8 +104,6 @@ class ServeOptions(Options, sections=("serve",), group="Limits and log"):
         return is_loopback(self.host)
 
     def check(self) -> None:
-        if self.uploads is not None and self.uploads.exists() and not self.uploads.is_dir():
-            raise UsageError(f"--uploads: {self.uploads} is not a folder", "name a folder; a missing one is made")
         if self.learn and not self.spot:
             raise UsageError("--learn finds passages in messages, and --no-spot does not look there", "leave one out")
         if self.key:

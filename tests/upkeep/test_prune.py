@@ -379,16 +379,6 @@ def test_repair_drops_what_it_can_of_a_store_with_damaged_pages(fitted: Path) ->
     assert all("the pages of a value" in reason for reason in damages(fitted))
 
 
-def test_a_level_without_its_profile_is_damaged(fitted: Path) -> None:
-    with Store.open(fitted) as store, store.writer() as pen:
-        with store.snapshot() as snapshot:
-            profiles = [(tables.PROFILES, key) for key in snapshot.keys(tables.PROFILES)]
-        pen.mend([], profiles)
-    assert {*damages(fitted)} == {"the codec profile of its records is missing or damaged"}
-    kvtool("store", "verify", "--repair", "--store", fitted).fine()
-    assert damages(fitted) == []
-
-
 def test_lines_of_a_crontab_are_silent_on_success(tmp_path: Path) -> None:
     path = make_store(tmp_path / "store", files=3, dim=DIM)
     kvtool("store", "prune", "--budget", str(2 * bytes_in(path)), "--store", path).fine()

@@ -24,7 +24,6 @@ from kvtool.core.cache.store import Store
 from kvtool.core.cache.tables import RowKey, file_row, level_keys, missing_parts, named_part, read_row, stretch_keys
 from kvtool.core.cache.tree import Snapshot, value_or_damage
 from kvtool.core.cache.writer import Writer
-from kvtool.core.codec.levels import NO_PROFILE
 from kvtool.core.common.children import python
 from kvtool.core.errors import DamagedError, KvtoolError
 
@@ -150,14 +149,16 @@ def _missing_records(store: Store) -> Iterator[Damage]:
 
 
 def _without_profile(store: Store) -> Iterator[Damage]:
-    """Yield levels whose records cannot be decoded, since the codec profile that they name is missing or damaged."""
+    """Yield levels whose records cannot be decoded, since the codec profile that they name is damaged. One that is
+    missing may still come, with another pull."""
     with store.snapshot() as snapshot:
-        sound = {None, NO_PROFILE.hex(), *(key.hex() for key, _ in sound_rows(snapshot, tables.PROFILES))}
-        rows = [key for key, _ in sound_rows(snapshot, tables.LEVELS)]
+        sound = {key for key, _ in sound_rows(snapshot, tables.PROFILES)}
+        damaged = {key.hex() for key in snapshot.keys(tables.PROFILES)} - {key.hex() for key in sound}
+        rows = [key for key, _ in sound_rows(snapshot, tables.LEVELS)] if damaged else []
     for key in rows:
         chunk_id, level = key[:ID_BYTES], key[ID_BYTES:].decode("ascii")
-        if store.made_with(chunk_id, level) not in sound:
-            reason = "the codec profile of its records is missing or damaged"
+        if store.made_with(chunk_id, level) in damaged:
+            reason = "the codec profile of its records is damaged"
             yield Damage(reason, "levels", key.hex(), chunk_id.hex(), level)
 
 
