@@ -40,9 +40,9 @@ APART = ({"ingest", "compress", "query"}, {"codec", "model", "corpus", "streamin
 LINES = {
     "agent": 614,
     "api": 429,
-    "cache": 4421,
+    "cache": 4422,
     "checkpoint": 2850,
-    "cli": 4570,
+    "cli": 4572,
     "codec": 3402,
     "common": 1089,
     "compress": 1159,
@@ -60,15 +60,15 @@ LINES = {
     "remote": 5009,
     "reports": 2627,
     "retrieval": 1971,
-    "serve": 4972,
+    "serve": 4968,
     "session": 1531,
     "streaming": 554,
     "top": 246,
     "upkeep": 1117,
     "vllm": 999,
 }
-PRODUCT_LINES = 64_123
-TEST_LINES = 59_944
+PRODUCT_LINES = 64_122
+TEST_LINES = 59_934
 
 
 def room_of(parts: tuple[str, ...]) -> str:
