@@ -127,13 +127,15 @@ def test_infoflow_recomputes_what_is_looked_at_most(llama: Case, plan: Plan, rat
 @pytest.mark.parametrize("kind", [Infoflow, Union])
 def test_nobody_asks_where_the_answer_changes_nothing(llama: Case, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing or everything is recomputed, or nothing is a hit: there is no pass of the question's own."""
+    plan, single = llama.plan(lead_in=BOS), llama.plan(CHUNKS[:1], lead_in=PREFIX)
+    holes = llama.plan(lead_in=BOS, holes=range(len(CHUNKS)))
     monkeypatch.setattr(llama.decoder, "fill_cache", None)
     for ratio in (0.0, 1.0):
-        llama.fuse(llama.plan(lead_in=BOS), kind(ratio=ratio))
-    llama.fuse(llama.plan(CHUNKS[:1], lead_in=PREFIX), kind(ratio=0.15))
-    llama.fuse(llama.plan(lead_in=BOS, holes=range(len(CHUNKS))), kind(ratio=0.15))
+        llama.fuse(plan, kind(ratio=ratio))
+    llama.fuse(single, kind(ratio=0.15))
+    llama.fuse(holes, kind(ratio=0.15))
     with pytest.raises(TypeError):
-        llama.fuse(llama.plan(lead_in=BOS), kind(ratio=0.15))
+        llama.fuse(plan, kind(ratio=0.15))
 
 
 def chosen_by(worth: torch.Tensor, plan: Plan, count: int) -> Sequence[int]:
