@@ -176,7 +176,7 @@ REMOTE_FOLDER = "remote"  # of the local cache of a shared store
 _MOST_READ = 64 * 1024  # of a small file
 _GENERATION = re.compile(r"gen-[1-9][0-9]{0,8}")
 REPAIR = "run `kvtool store verify --repair`, then ingest again"
-RESCUE = "`kvtool store export FILE.kvpack` saves what is whole, for `kvtool store import --mine` into a new store"
+RESCUE = "save the undamaged documents with `kvtool store export FILE.kvpack`, and import them into a new store"
 REBUILD = "restore the folder from a copy, or ingest into a new store"
 
 
