@@ -209,7 +209,7 @@ def _make(context: ReportContext, path: Path, wanted: int) -> ReportResult:
     value = {"resolved": {"model": context.identity.model}, "file": str(path), "requested": wanted, "passages": read}
     passages = counted(read, "passage")
     if not written:
-        words: list[Shown] = [f"the model made no question of {passages}: nothing was written"]
+        words: list[Shown] = [f"the model made no question of {passages}: nothing was written", _FEWER]
         return ReportResult("Questions", value | {"written": written}, words, exit_code=EXIT_FAILED)
     rows = [(row["question"], "".join(row["answers"][:1]) or "-", row["sources"][0]) for row in written]
     kept = f"{counted(len(written), 'question')} of {wanted}, from {passages}"

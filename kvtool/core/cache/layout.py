@@ -303,7 +303,7 @@ def writer_lock(root: Path, wait: float, say: Warn = warn_nobody, what: str = ""
                 say(f"waiting: {what} {_holder(root)}", "")
             lock.acquire(timeout=wait, poll_interval=0.05)
     except filelock.Timeout as error:
-        raise StoreLockedError(f"{what} {_holder(root)}", "wait, or pass --lock-wait SECONDS") from error
+        raise StoreLockedError(f"{what} {_holder(root)}", "wait, or pass --lock-wait 10m") from error
     except RuntimeError as error:  # filelock's own deadlock check: this very thread holds it
         raise StoreLockedError(f"{root} is already being written by this process", "end that write first") from error
     except OSError as error:
