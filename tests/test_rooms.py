@@ -42,7 +42,7 @@ LINES = {
     "api": 429,
     "cache": 4422,
     "checkpoint": 2850,
-    "cli": 4572,
+    "cli": 4583,
     "codec": 3402,
     "common": 1089,
     "compress": 1159,
@@ -67,8 +67,8 @@ LINES = {
     "upkeep": 1117,
     "vllm": 999,
 }
-PRODUCT_LINES = 64_122
-TEST_LINES = 59_952
+PRODUCT_LINES = 64_133
+TEST_LINES = 59_959
 
 
 def room_of(parts: tuple[str, ...]) -> str:

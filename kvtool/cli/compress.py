@@ -54,6 +54,8 @@ def _show(run: Run, options: CompressOptions, report: CompressReport) -> None:
         f"{counted(report.encoded, 'chunk')} encoded, {report.kept} unchanged, "
         f"{report.skipped} without an exact record, {report.seconds:.1f} s"
     )
+    if report.fitted:
+        _tell_of_profile(run, report)
     _tell_of_losses(run, report)
     if report.dropped and _lacks_rows(report):
         run.out.status(
@@ -85,6 +87,15 @@ def _why_they_stay(report: CompressReport) -> str:
     if report.loss is None:
         return "exact records stay: --drop-raw asks for a measured loss, so leave --questions 0 out"
     return "exact records stay, and questions go on reading them"
+
+
+def _tell_of_profile(run: Run, report: CompressReport) -> None:
+    size, level = (report.profile or {}).get("bytes", 0), max(report.levels, key=lambda level: level.bytes)
+    if level.chunks and level_of(level.level).profiled and size > level.bytes > 0:
+        run.out.status(
+            f"the codec's profile takes {shown_size(size)}, once, more than the {shown_size(level.bytes)} of "
+            f"{counted(level.chunks, 'chunk')}: it pays in a larger store, or with --profile STORE"
+        )
 
 
 def _lacks_rows(report: CompressReport) -> bool:

@@ -181,6 +181,13 @@ def test_from_python_the_limit_is_the_same(plain: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_profile_that_takes_more_than_it_saves_is_told(plain: Path) -> None:
+    at = ("compress", "--store", plain, "--chunks", chunks_in(plain)[0], *FAST)
+    assert "it pays in a larger store" in kvtool(*at).fine().err
+    assert "it pays in a larger store" not in kvtool(*at).fine().err
+
+
+@pytest.mark.slow
 def test_nobody_is_told_to_give_up_what_questions_read(plain: Path) -> None:
     """Rows that --keep leaves out are nowhere else."""
     kept = kvtool("compress", "--store", plain, "--keep", "0.5", *FAST).fine().err
