@@ -158,7 +158,7 @@ def _push(store: Path, blobs: object) -> None:
         push(opened, blobs)  # type: ignore[arg-type]
 
 
-@pytest.mark.some(7)
+@pytest.mark.some(4)
 @pytest.mark.parametrize("name", REDIS)
 def test_hostile_redis_answers(name: str) -> None:
     commands = ("strlen", "scan", "unlink", "time", "zrangebyscore", "get", "getrange", "zrem")
@@ -175,6 +175,7 @@ def test_hostile_redis_answers(name: str) -> None:
                 refused(lambda ask=ask, blobs=blobs: ask(blobs), perhaps)  # type: ignore[misc]
 
 
+@pytest.mark.slow
 def test_push_and_pull_of_a_redis_with_a_hostile_hello(store: Path) -> None:
     for hello in (REDIS["a bulk of 2^60"], REDIS["arrays in arrays"], REDIS["a number in its place"], dripping):
         with closing(HostileRedis(hello=hello, client=hello, select=hello)) as server:
@@ -243,6 +244,7 @@ def s3(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> Serve:
     return start
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("name", S3)
 def test_push_and_pull_of_a_hostile_s3(name: str, store: Path, s3: Serve) -> None:
     server = s3(S3[name])

@@ -101,7 +101,6 @@ def check_error(error: KvtoolError, cell: Cell) -> None:
 
 
 @pytest.mark.some(3)
-@pytest.mark.some(8)
 @pytest.mark.parametrize(("site", "cell"), cells(READING), indirect=["site"])
 def test_pull_of_a_broken_store(cell: Cell, scene: Scene, pristine: Path, tmp_path: Path) -> None:
     with scene.made(cell.make, scene.site.pulled / 2), closing(scene.blobs(cell.patience)) as blobs:
@@ -122,7 +121,6 @@ MIDDLE = {fault: row for fault, row in READING.items() if re.search("middle|once
 
 
 @pytest.mark.some(2)
-@pytest.mark.some(6)
 @pytest.mark.parametrize(("site", "cell"), cells(MIDDLE), indirect=["site"])
 def test_question_to_a_broken_store(cell: Cell, scene: Scene, pristine: Path) -> None:
     told: list[str] = []
@@ -149,7 +147,7 @@ def read_all(scene: Scene, patience: float, told: list[str]) -> dict[tuple[bytes
     return found
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("site", "cell"), cells(SENDING), indirect=["site"])
 def test_push_to_a_broken_store(cell: Cell, scene: Scene, pristine: Path, tmp_path: Path) -> None:
     with Store.open(shutil.copytree(pristine, tmp_path / "more")) as store:
@@ -207,7 +205,7 @@ def replaced(blobs: Blobs, values: dict[str, tuple[str, bytes, bytes]], harm: Ha
         blobs.put({name: value for name, value, _ in values.values()})
 
 
-@pytest.mark.some(8)
+@pytest.mark.some(3)
 @pytest.mark.parametrize("harm", VALUES.values(), ids=VALUES)
 @pytest.mark.parametrize("site", BACKENDS, indirect=True)
 def test_harmed_values_are_left_out(

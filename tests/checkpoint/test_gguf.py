@@ -322,7 +322,7 @@ def same(folder: Path, family: InGguf) -> Any:
 # ---- every architecture that is read: packed weights and real metadata, exactly the model they were made of ----
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(3)
 @pytest.mark.parametrize("name", IN_GGUF)
 def test_a_file_is_its_model(name: str, tmp_path: Path) -> None:
     model = written(tmp_path / "x.gguf", IN_GGUF[name])

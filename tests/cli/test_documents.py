@@ -55,6 +55,7 @@ def _cited(finder: Finder, store: Store, one: documents.Asked, folder: Path) -> 
     return "not found"
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("ending", "cited"), [("pdf", " p. "), ("pptx", " slide "), ("mbox", "#2:"), ("html", ":")])
 def test_an_answer_cites_its_places(
     ending: str, cited: str, asked: tuple[Path, list[documents.Asked]], store: Path

@@ -47,6 +47,7 @@ def test_a_tensor_of_a_gguf_file_is_read_once(tmp_path: Path, monkeypatch: pytes
     assert opened[str(gguf)] == 1 + len(read_header(gguf).tensors)
 
 
+@pytest.mark.slow
 def test_a_question_imports_no_transformers(store: Path) -> None:
     lines = (
         "import sys",

@@ -64,6 +64,7 @@ def check(rows: list[dict[str, str]], *suites: str) -> None:
     assert Counter(row["suite"] for row in rows) == expected(*suites)
 
 
+@pytest.mark.slow
 @others
 def test_the_frameworks_of_python(served: Served) -> None:
     rows = rows_of([PYTHON, str(HERE / "suites.py")], served, "litellm", "langchain", "llama_index", "instructor")
@@ -101,6 +102,7 @@ def test_conformance_to_the_model_context_protocol(ready: Path) -> None:
             thread.join()
 
 
+@pytest.mark.slow
 def test_pydantic_ai(served: Served) -> None:
     pytest.importorskip("pydantic_ai")
     check(rows_of([sys.executable, str(HERE / "suites.py")], served, "pydantic_ai"), "pydantic-ai")

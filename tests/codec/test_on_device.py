@@ -82,6 +82,7 @@ def test_columns_that_are_not_coded(interpreter: ProcessPoolExecutor) -> None:
     check(interpreter, items, "1", of)
 
 
+@pytest.mark.slow
 def test_marks_that_are_not_those_of_the_stream(interpreter: ProcessPoolExecutor) -> None:
     of = profile()
     item = encoded(*outlying(5), ["1"], of)["1"]

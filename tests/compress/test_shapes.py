@@ -59,6 +59,7 @@ def assert_within(path: Path, chunk: str, level: str) -> None:
             assert 0 < off <= stated * (1 + 1e-5) < 1  # it is stated in 32 bits
 
 
+@pytest.mark.some(1)
 def test_every_level_loses_what_it_states(stored: Path) -> None:
     assert damages(stored) == []
     chunk = chunks_in(stored)[0]
@@ -69,6 +70,7 @@ def test_every_level_loses_what_it_states(stored: Path) -> None:
     assert all(torch.equal(a, b) for one, other in same for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.some(1)
 def test_it_is_given_and_taken(stored: Path, tmp_path: Path) -> None:
     pack, path = tmp_path / "one.kvpack", tmp_path / "taken"
     kvtool("store", "export", pack, "--store", stored).fine()

@@ -119,6 +119,7 @@ def test_keeping_an_audit_drops_no_lock_of_its_process(tmp_path: Path, monkeypat
     assert b"database is locked" in other.stderr
 
 
+@pytest.mark.slow
 def test_several_threads_and_processes_keep_audits(tmp_path: Path) -> None:
     with Store.open(make_store(tmp_path / "store")) as store:
         workers = [start(store.path, "audits", word, "20") for word in ("a", "killed")]

@@ -13,7 +13,7 @@ _SLOW |= {"tokenizer_config": 30}  # a process for each template
 _TARGETS = registry.targets()
 
 
-@pytest.mark.some(12)
+@pytest.mark.some(7)
 @pytest.mark.parametrize("name", sorted(_TARGETS))
 def test_seeds_and_changes_of_them(name: str) -> None:
     target, seeds = registry.loaded(name, _TARGETS[name])

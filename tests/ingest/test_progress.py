@@ -230,6 +230,7 @@ def test_an_ingest_names_the_process_that_it_waits_for(store: Path, corpus: Path
     assert "waiting" not in kvtool("ingest", corpus, "--store", store).fine().err
 
 
+@pytest.mark.slow
 def test_ingest_waits_for_the_maker(corpus: Path, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It names no model, so it would take the default one if it did not."""
     monkeypatch.setenv("KVTOOL_HOME", str(tmp_path / "home"))

@@ -70,7 +70,7 @@ def placed(shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
     return buffers[0], buffers[1]
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @needs_triton
 @pytest.mark.parametrize(
     "shape",

@@ -41,14 +41,13 @@ def steady(request: pytest.FixtureRequest) -> Case:
     return case(*request.param)
 
 
-@pytest.mark.every_family
+@pytest.mark.some(12)
 def test_recompute_everything_is_full_prefill(steady: Case) -> None:
     for name in ("union", "full", "epic", "blend"):  # the longest answer first: the others are its beginning
         test_1_recompute_everything.holds(steady, LOSSLESS[name], BOS, test_1_recompute_everything.length(name))
 
 
 @pytest.mark.some(12)
-@pytest.mark.every_family
 def test_recompute_nothing_is_reuse(like: Case) -> None:
     for name in ("epic", "blend", "union"):
         test_2_recompute_nothing.holds(like, IDLE[name])

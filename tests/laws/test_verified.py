@@ -52,7 +52,6 @@ def holds(case: Case, sampling: Sampling, *more: Sequence[int]) -> Generated:
     return answer
 
 
-@pytest.mark.every_family
 def test_whatever_the_draft_was(case: Case) -> None:
     holds(case, sampling(max_tokens=TOKENS, top_logprobs=2))
 

@@ -63,7 +63,7 @@ def far(store: Path, behind: Link) -> Link:
     return behind
 
 
-@pytest.mark.some(7)
+@pytest.mark.some(3)
 @pytest.mark.usefixtures("slow_machine")
 @pytest.mark.parametrize(("mode", "slo"), [(mode, slo) for mode in MODES for slo in ((), SLO)])
 def test_the_answer_of_the_local_store(mode: str, slo: tuple[str, ...], store: Path, shared: str) -> None:
@@ -150,7 +150,7 @@ def test_other_commands(shared: str, store: Path, tmp_path: Path) -> None:
 # ---- trouble -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 @pytest.mark.usefixtures("slow_machine")
 @pytest.mark.parametrize("slo", [(), SLO], ids=["as asked", "streamed"])
 @pytest.mark.parametrize(("mode", "behind"), [*zip(MODES_THERE, FAR, strict=True)], indirect=["behind"])
@@ -167,7 +167,7 @@ def test_query_of_a_store_that_dies(mode: str, slo: tuple[str, ...], store: Path
         assert all(one["status"] != "miss" for one in ask(far.url, mode=mode).fine().json["chunks"])
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("slo", "behind"), [*zip(cycle([(), ("--slo-ms", "2000")]), FAR, strict=False)], indirect=["behind"]
 )
@@ -204,7 +204,7 @@ def computed_meanwhile(done: Done) -> set[str]:
     return {row["chunk"] for row in done.json.get("stream", ()) if row["decision"] == "text, computed meanwhile"}
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.usefixtures("slow_machine")
 @pytest.mark.parametrize(("mode", "behind"), [*zip(cycle(["union", "reuse"]), FAR, strict=False)], indirect=["behind"])
 def test_missing_chunks_are_computed(mode: str, store: Path, far: Link, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,6 +139,7 @@ def test_an_import_keeps_both_and_the_newer_of_two(store: Store, blobs: Blobs, t
         assert texts == {"f0": "mine", "f1": "newer", "f3": "own"}
 
 
+@pytest.mark.slow
 def test_import_reads_no_kv_before_its_lock(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(values.Survey, "catalogue", lambda *given: pytest.fail("the source was read"))
     path = make_store(tmp_path / "other")

@@ -154,6 +154,7 @@ def test_every_mode_is_among_the_runs() -> None:
     assert {run.mode for run in RUNS} == set(SELECTORS)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("name", "longest"), [*((name, LONGEST) for name in NAMES), *(("llama", count) for count in (1, 2))]
 )

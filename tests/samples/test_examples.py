@@ -75,6 +75,7 @@ def test_rag(
     assert "mill2.md:1" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_langchain_chat(store: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("langchain_openai")
     from tests.serve.conftest import KEY, serving, wait_until

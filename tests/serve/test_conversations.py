@@ -170,6 +170,7 @@ def level_made_anew(store: Path) -> None:
     compress(store, CompressOptions(levels=("4",), fit=True, fit_prompts=3, questions=0))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("change", [another_instruction, another_lead_in, level_made_anew])
 def test_nothing_is_held_of_what_would_be_laid_otherwise_now(store: Path, change: Callable[[Path], None]) -> None:
     compress(store, CompressOptions(levels=("4",), fit_prompts=1, questions=0))

@@ -57,6 +57,7 @@ COSTLY = [
 ]
 
 
+@pytest.mark.slow
 def test_work_grows_with_the_length_alone() -> None:
     done = ended("\n".join(COSTLY))
     assert done.stdout.split() == ["refused"] * len(COSTLY), done.stderr

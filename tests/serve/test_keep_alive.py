@@ -154,6 +154,7 @@ def test_an_engine_that_is_killed_while_it_loads(store: Path) -> None:
     assert engine_of(store).pid != engine.pid
 
 
+@pytest.mark.slow
 def test_an_engine_ends_some_time_after_the_last_question(store: Path) -> None:
     engine = engine_of(store)
     kvtool(*asked(store, "--keep-alive", "1ms")).fine()
@@ -234,6 +235,7 @@ def test_no_pipe_and_no_terminal_is_kept_open(store: Path) -> None:
     assert os.getsid(engine.pid) not in (os.getsid(0), engine.pid)  # nor can it ever get a terminal
 
 
+@pytest.mark.slow
 def test_sigterm_lets_answers_end(store: Path) -> None:
     engine = engine_of(store)
     shell = subprocess.Popen(
@@ -320,6 +322,7 @@ def test_an_engine_of_other_code_is_replaced(store: Path, monkeypatch: pytest.Mo
     assert engine_of(store).pid != engine.pid
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_the_engine_to_the_next_question(store: Path) -> None:
     shell = subprocess.Popen(command(*asked(store, *KEEP)), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     wait_until(keep_alive.engines)

@@ -220,6 +220,7 @@ def test_the_least_recently_used_are_evicted_within_the_budget(store: Path) -> N
         assert "a passage could not be learned" in served.warnings[0]
 
 
+@pytest.mark.slow
 def test_a_start_trims_to_its_budget_and_its_keys(store: Path) -> None:
     with serving(store, key=BOTH, learn=True) as served:
         for text, key in product([ARNE, BRIX, CORD], [KEY, OTHER]):
@@ -401,6 +402,7 @@ def test_what_another_server_has_stored_meanwhile_is_not_stored_again(session: S
     assert counts[0] == counts[1] > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [NoSpaceError("the disk is full"), OSError("read-only")])
 def test_a_compaction_that_a_start_could_not_do_is_done_by_the_next(
     store: Path, monkeypatch: pytest.MonkeyPatch, error: Exception

@@ -173,6 +173,7 @@ def test_log_probabilities(client: openai.OpenAI) -> None:
         client.chat.completions.create(**asked | {"top_logprobs": 21})
 
 
+@pytest.mark.slow
 def test_an_answer_may_take_what_is_left_of_the_context(client: openai.OpenAI, served: Served) -> None:
     decoder = served.engine._loaded.decoder
     assert decoder is not None

@@ -81,6 +81,7 @@ def is_scrolled(page: Page) -> bool:
     return bool(page.evaluate("() => document.documentElement.scrollWidth > document.documentElement.clientWidth"))
 
 
+@pytest.mark.slow
 def test_a_wrong_key_is_told_and_the_right_one_is_kept(served: Served, open_page: Open) -> None:
     page = open_page(served.url, key="not-the-key-of-it")
     page.locator("#key-wrong", has_text="does not know this key").wait_for()
@@ -108,6 +109,7 @@ def test_a_wrong_key_is_told_and_the_right_one_is_kept(served: Served, open_page
     assert not another.locator("#trouble").is_visible()
 
 
+@pytest.mark.slow
 def test_a_key_in_the_address_is_kept_and_removed_there(served: Served, open_page: Open) -> None:
     page = open_page(f"{served.url}/#key={KEY}", key=None)
     page.locator("#list li").first.wait_for()
@@ -123,6 +125,7 @@ def test_a_key_in_the_address_is_kept_and_removed_there(served: Served, open_pag
     assert another.url == f"{served.url}/"
 
 
+@pytest.mark.slow
 def test_a_wrong_number_of_the_options_is_told(served: Served, open_page: Open) -> None:
     page = open_page(served.url)
     page.locator("#options > summary").click()
@@ -232,6 +235,7 @@ def test_enter_that_ends_a_composition_sends_nothing(served: Served, open_page: 
     assert page.locator(".question").inner_text().strip() == OTHER
 
 
+@pytest.mark.slow
 def test_a_server_that_is_gone_is_told_and_found_again(ready: Path, open_page: Open) -> None:
     with served_with(ready) as served:
         page = open_page(served.url)
@@ -278,6 +282,7 @@ def test_a_server_that_is_killed_in_an_answer(
         assert "The server does not answer. The answer is incomplete" in note.inner_text()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("width", [400, 1600])
 @pytest.mark.parametrize("colours", ["light", "dark"])
 def test_nothing_is_wider_than_the_window(served: Served, open_page: Open, width: int, colours: str) -> None:
@@ -310,6 +315,7 @@ _UI = """() => {
 }"""
 
 
+@pytest.mark.slow
 def test_the_page_is_korean_for_a_korean_browser(store: Path, tmp_path: Path, open_page: Open) -> None:
     with served_with(store, tmp_path / "sent") as served:
         page = open_page(served.url, locale="ko-KR")
@@ -348,6 +354,7 @@ def replying(status: int, body: object) -> Callable[[Any], None]:
     return lambda route: route.fulfill(status=status, body=text)
 
 
+@pytest.mark.slow
 def test_what_fails_is_told_in_korean(ready: Path, tmp_path: Path, open_page: Open) -> None:
     refused = [
         (409, {"error": {"message": "'a' holds 1 further document", "code": "part_of_file", "hint": "name the file"}}),

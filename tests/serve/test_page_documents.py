@@ -113,6 +113,7 @@ def test_files_wait_and_are_not_lost_without_a_word(store: Path, tmp_path: Path,
         assert page.locator("#documents-said").text_content() == ""
 
 
+@pytest.mark.slow
 def test_a_failed_file_says_why_and_the_list_is_closed(store: Path, tmp_path: Path, open_page: Open) -> None:
     with served_with(store, tmp_path / "sent") as served:
         page = open_page(served.url)
@@ -138,6 +139,7 @@ def test_a_failed_file_says_why_and_the_list_is_closed(store: Path, tmp_path: Pa
         page.locator("#sent li", has_text="replaced").wait_for()
 
 
+@pytest.mark.slow
 def test_names_that_are_the_same_are_told_apart(store: Path, tmp_path: Path, open_page: Open) -> None:
     for folder in ("east", "west"):
         (tmp_path / folder).mkdir()
@@ -156,6 +158,7 @@ def test_names_that_are_the_same_are_told_apart(store: Path, tmp_path: Path, ope
         assert rows.first.locator(".path").inner_text() == str(tmp_path / "east" / "Aqueduct.md")
 
 
+@pytest.mark.slow
 def test_a_server_without_key_and_documents(tiny: Path, tmp_path: Path, open_page: Open) -> None:
     store, uploads = tmp_path / "none", tmp_path / "sent"
     with serving(store, key=None, model=str(tiny), uploads=uploads, asking=QueryOptions(max_tokens=4)) as served:

@@ -156,6 +156,7 @@ def test_an_address_that_is_taken_is_told_before_the_model_is_loaded(store: Path
     assert told.err.count(f"127.0.0.1:{port}") + told.err.count(f"{port})") == 1
 
 
+@pytest.mark.slow
 def test_a_store_that_does_not_exist(tiny: Path, tmp_path: Path) -> None:
     none, elsewhere = tmp_path / "none", ("--host", "203.0.113.1")  # of documentation: no machine can listen there
     kvtool("serve", "--store", none).failed(10, "there is no store at", "kvtool ingest")
@@ -198,6 +199,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Se
     return asked, permits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_once", [False, True])
 def test_an_ingest_stops_where_the_server_ends(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: bool

@@ -244,6 +244,7 @@ def text_of(event: Event) -> str:
     return event.text
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("fusion", ["full", "blend", "epic", "infoflow", "union"])
 def test_an_answer_goes_on_between_the_layers_of_anothers_prompt(
     ready: Path, monkeypatch: pytest.MonkeyPatch, fusion: str

@@ -56,6 +56,7 @@ def is_closed(made: socket.socket) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_a_client_that_reads_by_the_byte_delays_nobody(ready: Path) -> None:
     """Others' answers come whole while most of its own has not left the server."""
     # It reads so little that nothing more is sent to it for seconds: on a busy machine for more than a client is given.
@@ -87,6 +88,7 @@ def test_who_does_not_read_is_given_up(ready: Path) -> None:
     assert served.warnings == []
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "half",
     [b"", b"POST /v1", b"GET /health HTTP/1.1\r\nHost: x\r\nX-Slow: ", b"POST / HTTP/1.1\r\nHost: x\r\n"],
@@ -116,6 +118,7 @@ def test_a_head_that_comes_by_the_byte(ready: Path) -> None:
         is_up(served)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("how", ["Content-Length: 1000", "Transfer-Encoding: chunked"])
 def test_half_a_body(ready: Path, how: str) -> None:
     with serving(ready, client_timeout=SHORTLY) as served:

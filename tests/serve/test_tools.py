@@ -234,6 +234,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.some(12)
 @pytest.mark.parametrize(
     ("body", "param"), REFUSED, ids=[f"{number}-{param}" for number, (_, param) in enumerate(REFUSED)]
 )

@@ -167,6 +167,7 @@ def test_all_files_of_the_folder_count(tmp_path: Path) -> None:
         add_file(pen, "f1", ["f1.0"])
 
 
+@pytest.mark.slow
 def test_threads_that_read_go_on_while_the_budget_is_met(tmp_path: Path) -> None:
     path = make_store(tmp_path / "store", files=1, dim=DIM)
     stop, rounds, wrong = threading.Event(), [0, 0], []

@@ -110,7 +110,7 @@ def caches(model: Any) -> list[torch.Tensor]:
     return [layer.self_attn.attn.kv_cache for layer in model.model.layers]
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("wish", WAYS, ids=str)
 def test_two_ranks_fill_their_blocks_with_what_one_rank_does(
     store: Path, whole: Imitation, others: ThreadPoolExecutor, wish: object

@@ -60,6 +60,7 @@ def _job(rng: np.random.Generator, rows: int, columns: int, refine: bool = False
     return CudaDecoding(stream, Columns(ids, tables, places, refine), out), expected
 
 
+@pytest.mark.some(1)
 @needs_triton
 @pytest.mark.parametrize(("rows", "columns"), [(5, 64), (3, 128), (1, 192)])
 def test_what_the_reference_decodes(interpreter: ProcessPoolExecutor, rows: int, columns: int) -> None:

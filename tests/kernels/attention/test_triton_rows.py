@@ -56,7 +56,7 @@ SHAPED = {
 SPLIT = [(Shape(4, 2, 16, 50, 7), HALF, 3), (Shape(4, 2, 16, 90, 90), HALF, 1), (Shape(4, 2, 16, 129, 1), HALF, 5)]
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(2)
 @needs_triton
 @pytest.mark.parametrize(
     ("shape", "tile", "splits", "params"),

@@ -45,6 +45,7 @@ def test_other_dtypes_are_left_alone() -> None:
     assert not any(weight.is_meta for weight in model.parameters())
 
 
+@pytest.mark.slow
 @needed
 def test_kernels_of_many_prompt_lengths_do_not_pile_up() -> None:
     """800 numbers of rows: all of their kernels would be 500 MB."""
