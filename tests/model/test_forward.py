@@ -7,19 +7,24 @@ import copy
 import pytest
 import torch
 
+from kvtool.core.checkpoint.architecture import ATTENTIONS
+from kvtool.core.checkpoint.dense import DenseModel
 from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.model import cpu_layer
 from kvtool.core.model.decode.program import decoding_weights
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.forward import Forward, OnLayer, QueryRows
 from kvtool.core.model.hf.adapter import HfForward
+from kvtool.core.model.hf.modules import attentions_of
+from kvtool.core.model.hf.probing import kinds_of, stated_kinds
 from kvtool.core.model.prefill import LeadIn
 from kvtool.core.model.spec import TOLERANCE, UnsupportedArchitecture, check_trial, read_model_spec, relative_error
 from kvtool.core.native.isa import isa_here
 from samples.benchmarks.bench.plain import attention_of_transformers
-from tests.families import tiny_model
+from tests.families import FAMILIES, tiny_model
 from tests.fusion.making import LOSSLESS, NAMES, Case, case, decoder_of, distance, new_case, plain_logits
 from tests.spying import calls_of
+from tests.wrappers import WRAPPERS, loaded_text
 
 pytestmark = pytest.mark.skipif(isa_here() is None, reason="there is no machine code for this CPU")
 IDS = list(range(5, 45))
@@ -74,6 +79,16 @@ def test_what_is_stored_in_bfloat16_has_the_models_own_bits(name: str) -> None:
         for side, expected in zip(ours, own, strict=True):
             assert float((side != expected).float().mean()) <= share
             assert torch.allclose(side.float(), expected.float(), rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *WRAPPERS])
+def test_layers_are_what_the_configuration_says(name: str) -> None:
+    loaded = loaded_text(name) if name in WRAPPERS else new_case(name, "float32").decoder.loaded
+    decoder, config = Decoder(loaded), loaded.model.config
+    assert config.model_type in ATTENTIONS or not isinstance(decoder.forward, Forward)
+    if stated := not isinstance(loaded.model, DenseModel) and stated_kinds(config):
+        asked, _ = kinds_of(decoder.base, attentions_of(decoder.layers, False), config, decoder.dtype, decoder.device)
+        assert stated == asked
 
 
 def test_gradients_and_plain_attention_pass_through_the_models_own() -> None:

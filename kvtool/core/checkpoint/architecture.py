@@ -7,7 +7,7 @@ known here is not read: transformers builds that model (`load.py`), and its laye
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -63,7 +63,8 @@ _AROUND = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layer
 class Family:
     """`norms`: of a layer; with `head_norms`, of its queries and keys, too. `adds_one`: norms multiply by their weight
     plus one. `rounds_first`: to the model's dtype, before a norm multiplies. `scales_embeddings`: by √hidden.
-    `windows`: of "all" layers, or of the "listed" ones. `settings`: what only this family's configuration has."""
+    `windows`: of "all" layers, or of the "listed" ones; `rotates_windows`: only in these, where there are some.
+    `sinks`: each head has a score without a key. `settings`: what only this family's configuration has."""
 
     norms: tuple[str, ...] = _BEFORE
     head_norms: bool = False
@@ -72,6 +73,8 @@ class Family:
     scales_embeddings: bool = False
     rope_in_float32: bool = False
     windows: str = ""
+    rotates_windows: bool = False
+    sinks: bool = False
     settings: frozenset[str] = frozenset()
 
 
@@ -99,6 +102,16 @@ FAMILIES = {
     "gemma2": _CAPPED,
     "gemma3_text": replace(_CAPPED, head_norms=True),
     "granite": Family(settings=_MULTIPLIERS),
+}
+_EXAONE = replace(_LISTED, rotates_windows=True)
+# Those too that transformers builds, of which only the attention is read here.
+ATTENTIONS = FAMILIES | {
+    **dict.fromkeys(("arcee", "aria_text", "flex_olmo", "glm4_moe", "glm4v_moe_text", "hy_v3", "jais2"), Family()),
+    **dict.fromkeys(("minimax_m2", "nemotron", "phimoe", "qwen3_vl_text", "qwen3_vl_moe_text", "solar_open"), Family()),
+    **dict.fromkeys(("ministral3", "mixtral", "olmoe", "qwen3_moe", "starcoder2"), Family(windows="all")),
+    **dict.fromkeys(("cwm", "dots1", "mellum", "olmo3", "qwen2_moe", "qwen2_vl_text", "qwen2_5_vl_text"), _LISTED),
+    **{"vaultgemma": _CAPPED, "gpt_oss": replace(_LISTED, sinks=True), "exaone4": _EXAONE, "exaone_moe": _EXAONE},
+    "flint": replace(_EXAONE, sinks=True),
 }
 _READ = frozenset(  # by every family
     "model_type vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim rms_norm_eps "
@@ -186,6 +199,36 @@ def _architecture(family: Family, config: Mapping[str, Any]) -> Architecture:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """What `Architecture` has of the same names, and whether heads have sinks."""
+
+    kv_heads: int
+    head_dim: int
+    softcap: float | None
+    sinks: bool
+    windows: tuple[int | None, ...]
+    rotations: tuple[str | None, ...]
+
+
+def read_attention(config: Mapping[str, Any]) -> Attention:
+    """Read what a configuration of one of `ATTENTIONS` says of its layers. Raises UnlistedArchitecture."""
+    if (family := ATTENTIONS.get(str(config.get("model_type")))) is None:
+        raise UnlistedArchitecture("the family is not listed")
+    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
+    if config.get("sliding_window") and not family.windows:
+        raise UnlistedArchitecture("the configuration has a window, which the family does not know")
+    windows = _windows(family, config, layers)
+    stated = config.get("rope_parameters") or {}
+    names = [name for name, rope in stated.items() if isinstance(rope, Mapping)] or [""]
+    rotations = _rotations(config, names, layers)
+    if family.rotates_windows and any(windows):
+        rotations = tuple(name if each else None for name, each in zip(rotations, windows, strict=True))
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    kv_heads, softcap = config.get("num_key_value_heads") or heads, config.get("attn_logit_softcapping")
+    return Attention(kv_heads, head_dim, softcap, family.sinks, windows, rotations)
+
+
 def _is_tied(config: Mapping[str, Any]) -> bool:
     tied = config.get("tie_word_embeddings")
     return bool(tied) if tied is not None else str(config["model_type"]).startswith("gemma")
@@ -213,7 +256,7 @@ def _layer_types(config: Mapping[str, Any], layers: int) -> Sequence[str] | None
     return types
 
 
-def _rotations(config: Mapping[str, Any], ropes: Mapping[str, RopeSettings], layers: int) -> tuple[str | None, ...]:
+def _rotations(config: Mapping[str, Any], ropes: Collection[str], layers: int) -> tuple[str | None, ...]:
     if set(ropes) != {""}:
         types = _layer_types(config, layers)
         if types is None or not set(types) <= set(ropes):

@@ -1,7 +1,7 @@
-"""Attention kind of each layer: asked of the built layers themselves, and compared with the configuration.
+"""Attention kind of each layer of a model that transformers has built: read from the configuration of a listed family.
 
-No family is known by name: one row runs through the attention module of a layer of each kind, up to the attention call
-and its arguments.
+The layers of another are asked, and compared with its configuration: one row runs through the attention module of a
+layer of each kind, up to the attention call and its arguments.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from kvtool.core.checkpoint.architecture import UnlistedArchitecture, read_attention
 from kvtool.core.checkpoint.load import Loaded
 from kvtool.core.checkpoint.support import context_limit, keeps_states
 from kvtool.core.errors import ModelError
@@ -53,8 +54,23 @@ def probed(loaded: Loaded) -> Outline:
     attentions = attentions_of(layers_of(base), in_some=keeps_states(model.config))
     attend_latents([*attentions.values()], IMPLEMENTATION)
     disable_query_scaling([*attentions.values()])
+    if stated := stated_kinds(model.config):
+        return Outline(base, tuple(attentions), stated)
     kinds, samples = kinds_of(base, attentions, model.config, model.dtype, loaded.device)
     return Outline(base, tuple(attentions), kinds, samples)
+
+
+def stated_kinds(config: Any) -> tuple[LayerKind, ...]:
+    """Return the kinds of a family whose attention is listed (`architecture.py`); empty: its layers have to be asked,
+    as where its configuration has a window that is no number of tokens, or that the family does not know."""
+    with suppress(UnlistedArchitecture):
+        read = read_attention(config.to_dict())
+        shape = KVShape(read.kv_heads, read.head_dim, read.head_dim)
+        return tuple(
+            LayerKind(rotation, window, read.softcap, read.sinks, tempered=False, shape=shape)
+            for rotation, window in zip(read.rotations, read.windows, strict=True)
+        )
+    return ()
 
 
 def kinds_of(
