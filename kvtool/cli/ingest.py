@@ -129,6 +129,11 @@ def _show(run: Run, report: IngestReport) -> None:
     run.out.print(
         f"{report.tokens:,} tokens{rate}, {report.kv_bytes / 1e6:,.1f} MB of KV, {report.seconds:.1f} s in all"
     )
+    if (left := report.left) is not None:
+        run.out.print(
+            f"{counted(left.chunks, 'chunk')} ({left.tokens:,} tokens) left without KV: {_WHY_LEFT[left.reason]}; "
+            "they can be asked, and the next run continues"
+        )
     if run.out.verbosity > 0:
         run.out.prose(_time_of(report))
 
@@ -145,11 +150,15 @@ def _counted(count: int, kind: str) -> str:
 
 
 def _time_of(report: IngestReport) -> str:
-    parts = [f"{report.prefill_seconds:.1f} s computing chunks"]
+    parts = [
+        f"{report.text_seconds:.1f} s until texts could be asked",
+        f"{report.prefill_seconds:.1f} s computing chunks",
+    ]
     parts += [f"{report.phases[name]:.1f} s {what}" for name, what in PHASES.items() if name in report.phases]
     return f"of these {', '.join(parts)}"
 
 
+_WHY_LEFT = {"lazy": "--lazy", "time": "the time is over", "size": "the size budget is met"}
 # it syncs, continues after errors, and reports each file at once
 _NOT_HERE = ("sync", "dry_run", "continue_on_error", "log")
 _TAKEN = [name for name in options_of(IngestOptions) if name not in _NOT_HERE]

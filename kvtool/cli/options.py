@@ -257,6 +257,7 @@ def load_session(
     finder: Finder | None = None,
     timeline: Timeline | None = None,
     memory_cache: int | None = None,
+    stores_missed: bool = True,
 ) -> Session:
     started = time.perf_counter()
     with paused_collection():
@@ -274,6 +275,7 @@ def load_session(
         timeline=timeline,
         memory_cache=memory_cache,
         recent_chunks=None if memory_cache is None else RecentChunks(memory_cache),
+        missed=None if stores_missed else {},
     )
     run.out.doing(f"loading the model {session.identity.model}")
     loaded = session.decoder.loaded

@@ -56,7 +56,6 @@ def ls(run: Run, targets: Optional = None) -> None:
     options = run.get(ListOptions)
     with run.open_store() as store, store.view():
         documents = list_documents(store, targets or ())
-        unfinished = len(store.unfinished_chunks())
 
     def show() -> None:
         if options.chunks:
@@ -66,11 +65,7 @@ def ls(run: Run, targets: Optional = None) -> None:
 
     run.out.result({} if run.out.human else listed(documents), human=show)
     if not any(document.chunks for document in documents):
-        run.out.status("the store holds no whole document")
-    if unfinished:
-        run.out.status(
-            f"{counted(unfinished, 'chunk')} of files that an ingest did not finish; the next ingest continues there"
-        )
+        run.out.status("the store holds no document")
 
 
 def _chunk(document: DocumentRow, row: ChunkRow) -> tuple[object, ...]:

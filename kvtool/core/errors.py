@@ -96,6 +96,10 @@ class NoSpaceError(KvtoolError):
     exit_code = EXIT_NO_SPACE
 
 
+class BudgetError(NoSpaceError):
+    """The size budget is full."""
+
+
 class KvtoolWarning(UserWarning):
     """A warning that comes with an answer."""
 

@@ -92,9 +92,8 @@ def _contents(value: Mapping[str, Any]) -> Iterator[Shown]:
     if (kept := value["checkpoints"])["count"]:
         what = counted(kept["count"], "state checkpoint")
         yield f"prompts  {what} of answered prompts, {kept['bytes'] / 1e6:,.1f} MB"
-    if (kept := value["unfinished"])["files"]:
-        what = f"{counted(kept['files'], 'file')} begun and not finished: {counted(kept['chunks'], 'chunk')}"
-        yield f"half     {what}, {kept['bytes'] / 1e6:,.1f} MB; the next ingest continues from there"
+    if without := value["without_kv"]:
+        yield f"due      {counted(without, 'chunk')} without KV; the next ingest computes it"
     served = value["usage"]
     if served["hit_rate"] is not None:
         asked = served["hits"] + served["misses"]

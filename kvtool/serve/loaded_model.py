@@ -38,6 +38,11 @@ class LoadedModel:
     def decoder(self) -> Decoder | None:
         return self._session.decoder if self._session is not None else None
 
+    @property
+    def missed(self) -> int | None:
+        """Number of chunks that questions missed and that are not stored yet; None: no model is loaded."""
+        return len(self._session.missed or ()) if self._session is not None else None
+
     def turn(self) -> AbstractContextManager[None]:
         return nullcontext() if self._session is None else self._session.decoder.turns.turn()
 
@@ -73,7 +78,7 @@ class LoadedModel:
             ):
                 decoder = None  # it is not the store's
             session = Session.open(
-                store, self._model, decoder=decoder, warn=self._warn, memory_cache=self._memory_cache
+                store, self._model, decoder=decoder, warn=self._warn, memory_cache=self._memory_cache, missed={}
             )
             _ = session.decoder
             try:

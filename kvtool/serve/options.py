@@ -15,6 +15,19 @@ ANY_ORIGIN = "*"
 
 
 @dataclass(frozen=True, kw_only=True)
+class IdleOptions(Options, sections=("serve",), group="Storage"):
+    idle: str = option(
+        "missed",
+        "Compute KV while no question waits: of what questions missed, of all chunks, or none.",
+        setting="idle",
+        choices=("missed", "all", "none"),
+    )
+    idle_load: float = option(
+        2.0, "Only while the system's load per core is below this; never on battery.", setting="idle_load", lowest=0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class KeepOptions(Options, sections=("query",)):
     keep_alive: float = option(
         300.0,
@@ -32,7 +45,7 @@ class KeepOptions(Options, sections=("query",)):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions(Options, sections=("serve",), group="Limits and log"):
+class ServeOptions(IdleOptions, sections=("serve",), group="Limits and log"):
     host: str = option("127.0.0.1", "Address to listen on.", group=ADDRESS, setting="serve_host", metavar="ADDRESS")
     port: int = option(
         8321, "Port to listen on; 0 takes a free one.", group=ADDRESS, setting="serve_port", lowest=0, highest=65535

@@ -15,6 +15,7 @@ from kvtool.core.cache.environment import Closed
 from kvtool.core.common.types import Warn
 from kvtool.core.errors import ModelError, StoreFormatError
 from kvtool.serve.conversations import ConversationCache
+from kvtool.serve.idle import IdleWork, Interrupted
 from kvtool.serve.job import (
     Answer,
     Ask,
@@ -132,7 +133,7 @@ class Scheduler:
     Between two layers of a prompt, tokens of the other answers are decoded, too, so that no answer waits for another
     one or for a long prompt. A prompt with earlier turns of a conversation is suspended between two turns while other
     questions wait, and continues after the first of them. A draft is checked, and chunks are stored, in the same way.
-    A turn after which nothing runs or waits learns one passage.
+    A turn after which nothing runs or waits learns one passage, or computes some chunks without KV (`IdleWork`).
     """
 
     _batch: ContinuousBatch
@@ -149,6 +150,7 @@ class Scheduler:
         self._drafts: deque[Job] = deque()  # of those, answers that full prefill is to check
         self._finished: deque[Generator[Step]] = deque()  # of jobs that are done
         self._learner = Learner() if options.learn else None
+        self._idle = IdleWork(options)
         self._accepting, self._stopped = True, False
         self._thread = threading.Thread(target=self._run, name="kvtool-engine", daemon=True)
 
@@ -225,8 +227,14 @@ class Scheduler:
 
     def _is_work(self) -> bool:
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._running or self._stopped or self._can_learn)
+            self._changed.wait_for(
+                lambda: self._waiting or self._running or self._stopped or self._can_learn, self._idle_wait
+            )
             return not self._stopped
+
+    @property
+    def _idle_wait(self) -> float | None:
+        return self._idle.wait(self._model.missed) if self._accepting else None
 
     @property
     def _can_learn(self) -> bool:
@@ -246,6 +254,13 @@ class Scheduler:
             self._do_later(keep, "the computed chunks of a prompt could not be stored")
         if self._learner is not None and self._can_learn:  # one chunk at most: a question may come meanwhile
             self._learn(self._learner)
+        elif self._accepting and not self._running and not self._waiting and self._idle_wait == 0:
+            work = partial(self._idle.step, self._model.session, self._interrupt)
+            self._do_later(work, "KV could not be stored in idle time")
+
+    def _interrupt(self) -> None:
+        if self._waiting or self._stopped:
+            raise Interrupted
 
     def _next(self) -> Job | None:
         with self._changed:

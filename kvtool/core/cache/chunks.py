@@ -78,6 +78,14 @@ class ChunkReader(StoreConnection):
         with self.snapshot() as snapshot:
             return origin_in(snapshot, chunk_id)
 
+    def describes_own(self, chunk_id: bytes) -> bool:
+        """True if an intact description is stored that was not made elsewhere; its KV may be missing."""
+        with self.snapshot() as snapshot:
+            try:
+                return _info_of(snapshot, chunk_id) is not None and not origin_in(snapshot, chunk_id).is_foreign
+            except DamagedError:
+                return False
+
     def serves_own(self, chunk_id: bytes) -> bool:
         return self.has_chunk(chunk_id) and not self.origin(chunk_id).is_foreign
 

@@ -41,6 +41,7 @@ from kvtool.core.common.files import sync_folder as sync_folder
 from kvtool.core.common.text import parsed
 from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.errors import (
+    BudgetError,
     DamagedError,
     KvtoolError,
     NoSpaceError,
@@ -106,7 +107,7 @@ class Budget:
     size: int
     given: bool = False
 
-    def refuse(self, used: int, need: int, free: int) -> NoSpaceError:
+    def refuse(self, used: int, need: int, free: int) -> BudgetError:
         """Make the error for a commit that does not fit; `free`: bytes of unused pages inside the data file."""
         over = max(used + need - max(0, min(free, need)), self.size + 1)
         if free >= need:
@@ -114,7 +115,7 @@ class Budget:
         else:
             how = "make room with `kvtool store prune`"
         more = "raise --max-size" if self.given else "raise the budget with `kvtool store prune --budget SIZE`"
-        return NoSpaceError(
+        return BudgetError(
             f"the store would grow to {megabytes(over)}, over its budget of {megabytes(self.size)}", f"{how}, or {more}"
         )
 

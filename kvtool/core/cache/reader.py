@@ -69,14 +69,6 @@ class StoreReader(ChunkReader):
     def read_side(self, name: str, **marks: Any) -> dict[str, Any]:
         return read_json(self.side_file(name), **marks)
 
-    def unfinished_chunks(self) -> set[bytes]:
-        """Ids of the stored chunks of unfinished files that no document refers to. Raises DamagedError."""
-        chunk_ids = {chunk for ids in self.unfinished().values() for chunk in ids}
-        chunk_ids = chunk_ids.intersection(self.chunk_ids()) if chunk_ids else chunk_ids
-        if not chunk_ids:
-            return chunk_ids
-        return chunk_ids - {ref.chunk_id for document in self.documents() for ref in document.chunks}
-
     # ---- notes of use --------------------------------------------------------------------------------------------
 
     def note_access(self, chunk_ids: Sequence[bytes], missed: int = 0, again: bool = False) -> None:
@@ -247,18 +239,6 @@ class StoreReader(ChunkReader):
     def pins(self) -> dict[str, Any]:
         """What is never evicted: `sources` and `chunks` (ids in hex)."""
         return {"sources": [], "chunks": []} | self._json(tables.PINS_KEY, "the list of pins")
-
-    def unfinished(self) -> dict[str, tuple[bytes, ...]]:
-        """Map the path of each partly ingested file to the ids of its chunks. A damaged list counts as empty: only the
-        work of computing them again is lost with it."""
-        with contextlib.suppress(DamagedError, ValueError, TypeError, AttributeError):
-            rows = self._json(tables.UNFINISHED_KEY, "the list of unfinished files")
-            packed = {str(path): bytes.fromhex(ids) for path, ids in rows.items()}
-            return {
-                path: tuple(ids[at : at + ID_BYTES] for at in range(0, len(ids), ID_BYTES))
-                for path, ids in packed.items()
-            }
-        return {}
 
     def _json(self, key: bytes, what: str) -> dict[str, Any]:
         with self.snapshot() as snapshot:

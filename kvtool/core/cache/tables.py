@@ -35,7 +35,6 @@ RowKey = tuple[bytes, bytes]  # table, key
 STORE_KEY, MANIFEST_KEY, REVISION_KEY, CODEC_KEY = b"store", b"manifest", b"revision", b"codec"
 BUDGET_KEY, PINS_KEY = b"budget", b"pins"
 COLLECTED_KEY = b"collected"  # the revision of documents at which unreferenced chunks were dropped last
-UNFINISHED_KEY = b"unfinished"  # files of which an ingest has stored some chunks, with the ids of all of them
 DOCUMENTS_KEY = b"counted"  # revisions at which documents changed, and chunks were dropped, last
 _NUMBER = struct.Struct("<Q")
 _LEVEL_ROW = struct.Struct("<IIQ")

@@ -10,18 +10,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from itertools import chain, islice
 from operator import itemgetter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.cache import layout, tables
 from kvtool.core.cache.collect import Documents, compact
 from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry
 from kvtool.core.cache.environment import PAGE_BYTES
-from kvtool.core.cache.identity import ID_BYTES, Origin
+from kvtool.core.cache.identity import HERE, ID_BYTES, Origin
 from kvtool.core.cache.record import Bytes, Kind, seal
 from kvtool.core.cache.side_files import combine_scores, fold_uses, take_log
 from kvtool.core.cache.tables import Place, Row, RowKey, StretchInfo, chunk_keys, meta_row
 from kvtool.core.cache.tree import Snapshot, Transaction
-from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError
+from kvtool.core.errors import DamagedError, KvtoolError
 
 if TYPE_CHECKING:
     from kvtool.core.cache.reader import StoreReader
@@ -35,15 +36,14 @@ _TREE_BYTES = 16 * PAGE_BYTES  # those of a usual one, beyond what it frees
 _INDEX_SHARE = 6  # bytes of the retrieval index for a byte of a document as it is stored, both copies of a merge
 _LIGHT = (tables.META, tables.USED, tables.WARM, tables.ADDED, tables.ORIGINS)  # whose size does not matter
 _UNSEEN_TABLES = (tables.USED, tables.WARM, tables.ADDED, tables.STRETCHES)  # which no answer depends on
-_UNSEEN_KEYS = (tables.BUDGET_KEY, tables.PINS_KEY, tables.COLLECTED_KEY, tables.UNFINISHED_KEY)
+_UNSEEN_KEYS = (tables.BUDGET_KEY, tables.PINS_KEY, tables.COLLECTED_KEY)
 
 
 class Writer:
     """Puts chunks and documents into a store, in batches. Belongs to one thread.
 
-    A chunk is stored before the document that needs it, so a document that is there never lacks a chunk. If `needed`,
-    which gives the chunks that this run counts on, is set, chunks of unfinished files that are not among them are
-    dropped before a commit is refused for lack of room.
+    A chunk is described before the document that needs it, so a document that is there never lacks the text of one; its
+    KV may come later.
 
     `max_size`: the budget of this command; None: the store's own, read when it is first needed, since repair must work
     without it. So many `batch_bytes` of records wait to be written in one transaction, which holds its pages in memory.
@@ -53,7 +53,6 @@ class Writer:
     def __init__(self, store: StoreReader, max_size: int | None = None) -> None:
         self.store = store
         self.documents = Documents(store)
-        self.needed: Callable[[], set[bytes]] | None = None
         self.batch_bytes = BATCH_BYTES
         self.fresh: set[bytes] = set()
         self._max_size = max_size
@@ -180,8 +179,6 @@ class Writer:
         """Replace the manifest. The prompt's former beginning, which no document refers to, is then unreferenced."""
         self.commit([meta_row(tables.MANIFEST_KEY, manifest), meta_row(tables.COLLECTED_KEY, {})])
         self.documents.loose = None
-        for path in [*self.documents.unfinished]:  # made with the former one, these are not what their files need
-            self.documents.note_unfinished(path)
 
     def put_profile(self, digest: bytes, data: bytes, state: dict[str, Any] | None = None) -> None:
         row = (tables.PROFILES, digest, seal(digest, Kind.PROFILE, data))
@@ -200,29 +197,19 @@ class Writer:
 
     def describe(self, infos: Mapping[bytes, ChunkInfo], origin: Origin | None = None) -> None:
         """Store descriptions of chunks whose KV is elsewhere; durable on return. `origin`: see :meth:`put_chunk`."""
+        rows, deletions = self._described(infos, origin)
+        if rows:
+            self.commit(rows, sorted(deletions))
+            self.fresh.update(infos)
+
+    def _described(self, infos: Mapping[bytes, ChunkInfo], origin: Origin | None) -> tuple[list[Row], set[RowKey]]:
         rows: list[Row] = []
         deletions: set[RowKey] = set()
         with self.store.environment.read() as snapshot:
             for chunk_id, info in sorted(infos.items()):
                 rows += tables.info_rows(snapshot, chunk_id, info, origin)
                 deletions.update(tables.superseded(snapshot, chunk_id, origin))
-        if rows:
-            self.commit(rows, sorted(deletions))
-            self.fresh.update(infos)
-
-    def begin_file(self, path: str, chunk_ids: Iterable[bytes]) -> None:
-        """Note that chunks of a file are put before all of them are there: `collect` does not drop them until the file
-        is committed, begun with other chunks, or removed. Durable with the next flush."""
-        self._check_open()
-        self.documents.own_paths.add(path)
-        self.documents.note_unfinished(path, tuple(dict.fromkeys(chunk_ids)))
-
-    def end_unfinished(self, paths: Iterable[str] | None = None) -> None:
-        """Drop the notes that files are unfinished, all if none are named; their chunks stay until :meth:`collect`."""
-        for path in [*self.documents.unfinished] if paths is None else paths:
-            self.documents.note_unfinished(path)
-        if self.documents.rows():
-            self.commit([])
+        return rows, deletions
 
     def commit_file(self, entry: FileEntry, documents: Sequence[DocumentEntry]) -> None:
         """Store a file with its documents and what is left of their chunks in one transaction; durable on return.
@@ -234,19 +221,24 @@ class Writer:
         """
         self.commit_files([(entry, documents)])
 
-    def commit_files(self, files: Sequence[tuple[FileEntry, Sequence[DocumentEntry]]]) -> None:
-        """As :meth:`commit_file`, of several files: all of them, or none."""
+    def commit_files(
+        self,
+        files: Sequence[tuple[FileEntry, Sequence[DocumentEntry]]],
+        infos: Mapping[bytes, ChunkInfo] = MappingProxyType({}),
+    ) -> None:
+        """As :meth:`commit_file`, of several files: all of them, or none. `infos`: descriptions of chunks, made here,
+        whose KV is put later."""
         documents = [document for _, of_file in files for document in of_file]
-        is_hollow = self.documents.check(files, self.waiting)
+        self.documents.check(files, self.waiting | infos.keys())
         deletions: list[RowKey] = []
         for entry, _ in files:
             self.documents.loosen(entry.path)
-            self.documents.note_unfinished(entry.path)
             deletions += self.documents.stale_rows(entry.path, entry.documents)
         try:
             rows, replaced = self.take({ref.chunk_id for document in documents for ref in document.chunks})
-            rows += [*map(tables.document_row, documents), *(tables.file_row(entry) for entry, _ in files)]
-            self.commit(rows, [*deletions, *replaced], thins=is_hollow or None)
+            described, superseded = self._described(infos, HERE)
+            rows += [*described, *map(tables.document_row, documents), *(tables.file_row(entry) for entry, _ in files)]
+            self.commit(rows, [*deletions, *replaced, *superseded])
         except BaseException:
             self.forget()
             raise
@@ -254,7 +246,6 @@ class Writer:
 
     def remove_file(self, path: str) -> bool:
         """Remove a file and its documents; their chunks stay until :meth:`collect`. False: it was not there."""
-        self.end_unfinished([path])
         key = tables.name_key(path)
         with self.store.environment.read() as snapshot:
             if not snapshot.has(tables.FILES, key):
@@ -267,7 +258,6 @@ class Writer:
         """Remove documents, and files that have none left; their chunks stay until :meth:`collect`. A file that never
         had one is named by its path. Returns how many documents were there."""
         gone = set(sources)
-        self.end_unfinished(gone)
         rows: list[Row] = []
         deletions: list[RowKey] = []
         for entry in self.store.files_with(gone):
@@ -301,14 +291,14 @@ class Writer:
     def collect(
         self, keep: Iterable[bytes] = (), referred: Callable[[Set[bytes]], Iterable[bytes]] | None = None
     ) -> int:
-        """Drop the chunks that no document and no unfinished file refers to, except `keep`, and fold the access log;
-        return how many. `referred` returns those of some chunks that documents refer to. If this writer knows to which
+        """Drop the chunks that no document refers to, except `keep`, and fold the access log; return how many.
+        `referred` returns those of some chunks that documents refer to. If this writer knows to which
         chunks its documents no longer refer, only these are looked at; else all documents are read. Raises
         DamagedError, and drops nothing, if a document cannot be read."""
         self._check_open()
         self.flush()
         self.fold_access()
-        live = {*keep} | self.fresh | self.documents.unfinished_chunks()
+        live = {*keep} | self.fresh
         if referred is None or self.documents.loose is None:
             loose = self._unreferred(live)
         else:
@@ -320,15 +310,6 @@ class Writer:
             self.commit([meta_row(tables.COLLECTED_KEY, {"documents": self.store.documents_revision()})])
         self.documents.loose = set()
         return dropped
-
-    def _drop_unfinished(self, needed: Iterable[bytes]) -> bool:
-        """Drop the chunks of unfinished files that other writers began, except `needed`. False: there were none."""
-        paths = self.documents.unfinished.keys() - self.documents.own_paths
-        if not paths:
-            return False
-        self.end_unfinished(paths)
-        live = {*needed} | self.fresh | self.documents.unfinished_chunks()
-        return self.drop(sorted(self._unreferred(live)), chunk_keys, thins=False) > 0
 
     def _unreferred(self, live: set[bytes]) -> set[bytes]:
         """List the chunks that nothing refers to, but the `live` ones; drop the stretches made of any such chunk."""
@@ -379,18 +360,6 @@ class Writer:
         """Put and delete rows in one durable transaction. `weighed` is False if that frees space, which must work on a
         full disk and over the budget. `thins`: whether documents have less of their chunks than before; None: if a row
         of a chunk is deleted. Raises NoSpaceError: the store is unchanged."""
-        self._with_room(lambda: self._commit([*rows, *self.documents.rows()], deletions, weighed, thins))
-        self.documents.committed()
-
-    def _with_room(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except NoSpaceError:
-            if self.needed is None or not self._drop_unfinished(self.needed()):
-                raise
-            work()
-
-    def _commit(self, rows: Sequence[Row], deletions: Sequence[RowKey], weighed: bool, thins: bool | None) -> None:
         self._check_open()
         heavy = [row for row in rows if weighed and row[0] not in _LIGHT]
         need = sum(_pages(len(value)) for _, _, value in heavy)
@@ -432,13 +401,12 @@ class Writer:
         return [revision, meta_row(tables.DOCUMENTS_KEY, {"documents": documents, "dropped": dropped})]
 
     def require_room(self) -> None:
-        """Raise NoSpaceError if the store is at its budget already: before work whose result would not fit."""
-        self._with_room(self._check_room)
-
-    def _check_room(self) -> None:
+        """Raise BudgetError if the store is at its budget already: before work whose result would not fit. Where there
+        is a budget, each chunk is committed by itself from here on: the last that fits is stored."""
         budget = self._budget()
         if budget is None:
             return
+        self.batch_bytes = 1
         used, free = layout.folder_bytes(self.store.path), self.store.environment.free_bytes()
         if used - free >= budget.size:
             raise budget.refuse(used, 1, free)

@@ -1,8 +1,9 @@
-"""Steps of an ingest: read files in turn, compute missing chunks, remove deleted files, update the index."""
+"""Steps of an ingest: store the texts of all changed files, remove deleted ones, update the index; then compute KV."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -11,17 +12,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtool.core.cache.entries import ChunkSpec
-from kvtool.core.cache.identity import HERE
 from kvtool.core.cache.store import Store, making
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import check_level, level_of
 from kvtool.core.common.types import Events, Warn
 from kvtool.core.corpus.reading import Reading
-from kvtool.core.errors import DamagedError, ModelError, StoreNotFoundError, UsageError
+from kvtool.core.errors import BudgetError, DamagedError, ModelError, StoreNotFoundError, UsageError
 from kvtool.core.ingest.options import IngestOptions
-from kvtool.core.ingest.report import Account, Forecast, IngestReport, free_bytes, kv_bytes_a_token, seconds_a_token
-from kvtool.core.ingest.stream import Choices, NewChunks, Stream
+from kvtool.core.ingest.report import (
+    Account,
+    Forecast,
+    IngestReport,
+    free_bytes,
+    kv_bytes_a_token,
+    left_of,
+    seconds_a_token,
+)
+from kvtool.core.ingest.stream import Choices, NewChunks, Stream, Texts
 from kvtool.core.ingest.survey import PreparedFile
+from kvtool.core.session.due import due
 from kvtool.core.session.identity import MeasuredLosses, lead_ins_of
 
 if TYPE_CHECKING:
@@ -35,7 +44,7 @@ _NO_KV = (
     "the model keeps a recurrent state, so no KV of chunks is computed now",
     "what a question computes of its prompt is stored, and the next one with the same beginning reuses it",
 )
-_GATE_CHUNKS = 3  # the first ones computed; the gate takes no more
+_GATE_CHUNKS = 3  # it takes no more
 
 
 @dataclass(slots=True)
@@ -48,8 +57,8 @@ def ingest(
 ) -> IngestReport:
     """Bring a store up to date with files.
 
-    Only changed files are parsed, and a model is loaded only if a chunk has to be computed. Each file is committed as
-    soon as its chunks are written: the next run continues an interrupted one.
+    Only changed files are parsed, and a model is loaded only if a chunk has to be computed. Texts can be asked as soon
+    as all are stored, before the KV of their chunks is. The next run continues an interrupted one.
     A model that is loaded here is left in `kept`. Raises UsageError, ModelError, and the errors of `core/cache`.
     """
     check_level(options.level)
@@ -126,51 +135,57 @@ class _Job:
         self.stream = Stream(store, options, self.choices, self.account, reading)
         self._changed = False  # whether any file did
         self._kept = False  # whether the store knows what it is made with
-        self._gated: list[ChunkSpec] = []  # for the gate
         self._session: Session | None = None  # once the model is needed
+        self._first: list[ChunkSpec] = []  # for the gate
 
     def preview(self) -> IngestReport:
-        report, new_chunks = self.account.report, NewChunks(self.stream.store)
+        report, store = self.account.report, self.stream.store
         self.stream.begin()
+        new_chunks, identity = NewChunks(store), self.choices.identity
+        missing: dict[bytes, ChunkSpec] = {}
         paths = set[str]()
         for file in self.stream:
             self.account.count_file(file)
             paths.add(file.entry.path)
-            new = new_chunks.of(file)
-            if self.choices.identity.keeps_states:
-                continue
-            report.chunks.computed += len(new)
-            report.tokens += sum(len(chunk.ids) for chunk in new)
-        report.forecast = self._forecast(self.stream.store, report.tokens)
+            missing |= {chunk.chunk_id: chunk for chunk in new_chunks.of(file)}
+        paths |= {entry.path for entry in self.stream.gone}
+        if not identity.keeps_states:
+            missing |= {} if store is None else {chunk.chunk_id: chunk for chunk in due(store, identity, paths)}
+            report.chunks.computed = len(missing)
+            report.tokens = sum(len(chunk.ids) for chunk in missing.values())
+        report.forecast = self._forecast(store, report.tokens)
         report.chunks.reused = new_chunks.reused
         report.documents.removed = sum(len(entry.documents) for entry in self.stream.gone)
-        paths |= {entry.path for entry in self.stream.gone} | {*self.stream.abandoned}
         if paths:
-            report.chunks.removed = new_chunks.orphaned(paths, self.choices.identity.prefix_id)
+            report.chunks.removed = new_chunks.orphaned(paths, identity.prefix_id)
         return report
 
     def run(self, store: Store, writer: Writer) -> IngestReport:
-        whole = False
+        started, whole, report = time.perf_counter(), False, self.account.report
         try:
             self.stream.begin()
-            self._take(store, writer)
+            self._store_texts(store, writer)
             whole = True
         finally:
             self.stream.seen.keep(store, whole)
-            if self.account.report.tokens:
-                self.account.remember_speed(store, self.choices.identity.fingerprint)
+        report.text_seconds = time.perf_counter() - started
+        if not self.choices.identity.keeps_states:
+            self._store_kv(store, writer)
         if self._session is not None:
             with self.account.phase("gate"):
                 self._gate(self._session)
-        if self.account.report.chunks.computed:
+        if report.chunks.computed:
             exact = level_of(self.options.level).lossless
-            self.account.report.loss = 0.0 if exact else MeasuredLosses(store).of_new(self.options.level)
-        return self.account.report
+            report.loss = 0.0 if exact else MeasuredLosses(store).of_new(self.options.level)
+        return report
 
-    def _take(self, store: Store, writer: Writer) -> None:
-        options = self.options
+    # ---- texts ----
+
+    def _store_texts(self, store: Store, writer: Writer) -> None:
+        """Commit the texts of changed files, remove those that are gone, and bring the index of words up to date: from
+        here on all of them can be asked."""
+        options, identity = self.options, self.choices.identity
         self._say_lead_in_change(store)
-        identity = self.choices.identity
         if identity.keeps_states and options.ray:
             raise UsageError("chunks of a model that keeps states are computed in this process", "leave --ray out")
         if identity.keeps_states and self.choices.known is None:
@@ -180,10 +195,44 @@ class _Job:
         for entry in self.stream.gone:
             writer.remove_file(entry.path)
             self.account.removed(entry)
-        writer.end_unfinished(self.stream.abandoned)
-        fewer = self._changed or self._is_other or bool(self.stream.gone or self.stream.abandoned)
+        fewer = self._changed or self._is_other or bool(self.stream.gone)
         if (stale := fewer or not store.is_collected()) or options.embedder is not None:
             self._collect(store, writer, stale)
+
+    def _take_files(self, store: Store, writer: Writer) -> None:
+        new_chunks, texts = NewChunks(store), Texts(writer, self.account, self._keep_identity)
+        limits: tuple[int, int] | None = None
+        try:
+            for file in self.stream:
+                limits = limits or self._limits()
+                if self._fits(file, limits[0]):
+                    self._changed = True
+                    texts.add(file, {chunk.chunk_id: chunk.info(limits[1]) for chunk in new_chunks.of(file)})
+        finally:
+            self.account.report.chunks.reused = new_chunks.reused
+            texts.commit()
+
+    def _limits(self) -> tuple[int, int]:
+        """Return the longest chunk with the text before it, in tokens, and how many layers of it are stored."""
+        from kvtool.core.checkpoint.load import supported_config
+        from kvtool.core.checkpoint.support import context_limit, kv_layers
+
+        identity, config = self.choices.identity, supported_config(self.choices.files)
+        longest = context_limit(config) - len(identity.lead_in.ids)
+        return longest, 0 if identity.keeps_states else kv_layers(config)
+
+    def _fits(self, file: PreparedFile, longest: int) -> bool:
+        """If the model cannot hold a file's chunks, only this file fails; the store's settings do not change for it."""
+        length = max((len(chunk.before) + len(chunk.ids) for chunk in file.chunks), default=0)
+        if length > longest and not self.choices.identity.keeps_states:
+            lead_in = len(self.choices.identity.lead_in.ids)
+            text = f"a chunk and its lead-in have {lead_in + length} tokens, the model takes {lead_in + longest}"
+            hint = "use a shorter --lead-in or fewer --chunk-tokens"
+            if self._is_other and not self._kept:
+                raise UsageError(text, hint)
+            self.stream.fail(file.entry.path, f"{text}: {hint}")
+            return False
+        return True
 
     @property
     def _is_other(self) -> bool:
@@ -207,43 +256,43 @@ class _Job:
             hint = "ingest the other documents again to give them the new one, too"
         self.account.warn(f"the lead-in changes {text}", hint)
 
-    # ---- the files ----
+    # ---- KV ----
 
-    def _take_files(self, store: Store, writer: Writer) -> None:
-        new_chunks, storer = NewChunks(store), None
-        writer.needed = lambda: new_chunks.seen | {self.choices.identity.prefix_id}
+    def _store_kv(self, store: Store, writer: Writer) -> None:
+        chunks = due(store, self.choices.identity)
+        self._first = chunks[:_GATE_CHUNKS]
+        if chunks and self.options.lazy:
+            self.account.report.left = left_of(chunks, "lazy")
+        if self.options.lazy or not (chunks or self._needs_prefix(store)):
+            return
+        ahead = self.account.report.forecast = self._forecast(store, sum(len(chunk.ids) for chunk in chunks))
+        if ahead is not None and ahead.is_noted:
+            self.account.events.say(ahead.text(), ahead.advice())
+        storer, reason = None, "size"
         try:
-            for file in self.stream:
-                new = new_chunks.of(file)
-                self.account.want(file, new)
-                if self.choices.identity.keeps_states:
-                    self._describe(writer, file, new)
-                    continue
-                if storer is None and (new or self._needs_prefix(store)):
-                    writer.require_room()  # a model is seconds to load
-                    self.stream.leave_known_out()
-                    ahead = self.account.report.forecast = self._forecast(store, self.account.expected)
-                    if ahead is not None and ahead.is_noted:
-                        self.account.events.say(ahead.text(), ahead.advice())
-                    storer = self._storer(store, writer, new)
-                    self.account.begin_computing()
-                if storer is not None and not self._fits(file, new, storer.check_length):
-                    new_chunks.take_back(new)
-                    continue
-                self._changed = True
-                self._gated += new[: _GATE_CHUNKS - len(self._gated)]
-                if storer is None:
-                    self._commit_known(writer, file)
-                else:
-                    storer.take(file, new)
-            if storer is None and self._needs_prefix(store):
-                storer = self._storer(store, writer, [])
-            if storer is not None:
-                storer.finish()
+            writer.require_room()  # a model is seconds to load
+            storer = self._storer(store, writer)
+            self._compute(storer, chunks)
+            reason = "time"
+        except BudgetError as error:
+            self.account.warn(f"{error.message}: no more KV is stored", error.hint)
         finally:
-            self.account.report.chunks.reused = new_chunks.reused
             if storer is not None:
                 storer.close()
+            writer.flush()
+            if self.account.report.tokens:
+                self.account.remember_speed(store, self.choices.identity.fingerprint)
+        if rest := [chunk for chunk in chunks if not store.has_chunk(chunk.chunk_id)]:
+            self.account.report.left = left_of(rest, reason)
+            self.account.report.chunks.computed = len(chunks) - len(rest)  # the last ones may not have fitted
+
+    def _compute(self, storer: Storer, chunks: Sequence[ChunkSpec]) -> None:
+        if not chunks:
+            return
+        limit = self.options.compute_for
+        until = math.inf if limit is None else time.monotonic() + limit
+        self.account.begin_computing(sum(len(chunk.ids) for chunk in chunks))
+        storer.store(chunks, lambda: time.monotonic() >= until)
 
     def _forecast(self, store: Store | None, tokens: int) -> Forecast | None:
         if not tokens or self.choices.identity.keeps_states:
@@ -254,39 +303,13 @@ class _Job:
         seconds = None if each is None else tokens * each
         return Forecast(tokens, size, seconds, free_bytes(self._path), self.options.level)
 
-    def _fits(self, file: PreparedFile, new: Sequence[ChunkSpec], check: Callable[[Sequence[ChunkSpec]], None]) -> bool:
-        """If the model cannot hold a file's new chunks, only this file fails."""
-        try:
-            check(new)
-        except UsageError as error:
-            self.stream.fail(file.entry.path, f"{error.message}: {error.hint}")
-            self.account.wanted -= sum(len(chunk.ids) for chunk in new)
-            return False
-        return True
-
-    def _commit_known(self, writer: Writer, file: PreparedFile) -> None:
-        """Commit a file whose chunks are all stored: a renamed, moved or reverted file needs no model."""
-        self._keep_identity(writer)
-        writer.commit_file(file.entry, file.documents)
-        self.account.count_file(file)
-
-    def _describe(self, writer: Writer, file: PreparedFile, new: Sequence[ChunkSpec]) -> None:
-        """Commit a file of a store whose model keeps states: questions compute its chunks."""
-        self._changed = True
-        writer.describe({chunk.chunk_id: chunk.info(layers=0) for chunk in new}, HERE)
-        self._commit_known(writer, file)
-
     def _needs_prefix(self, store: Store) -> bool:
         identity = self.choices.identity
-        return not identity.keeps_states and bool(identity.prefix) and not store.serves_own(identity.prefix_id)
+        return bool(identity.prefix) and not store.serves_own(identity.prefix_id)
 
-    def _storer(self, store: Store, writer: Writer, chunks: Sequence[ChunkSpec]) -> Storer:
-        """Return the storer of chunks. `chunks`: the first ones; if they are too long, the identity is not changed."""
+    def _storer(self, store: Store, writer: Writer) -> Storer:
         storer = self._started_storer(store, writer)
         try:
-            if self._is_other:
-                storer.check_length(chunks)
-            self._keep_identity(writer)
             if self._needs_prefix(store):
                 with self.account.phase("lead_in"):
                     storer.store_prefix(self.choices.identity.wanted_prefix)
@@ -331,7 +354,7 @@ class _Job:
         from kvtool.core.session.gate import gate_store
 
         with session.decoder.turns.turn():
-            chunks = [chunk.ids for chunk in self._gated]
+            chunks = [chunk.ids for chunk in self._first]
             verdict = gate_store(session.store, session.decoder, session.identity, chunks)
         if verdict is not None:
             self.account.report.gate = verdict.to_json()

@@ -86,6 +86,19 @@ class _StorageOptions(Options, sections=("ingest",), group=STORING):
 
 
 @dataclass(frozen=True, kw_only=True)
+class _ComputeOptions(Options, sections=("ingest",), group=STORING):
+    lazy: bool = option(False, "Store the texts only; questions, and later runs, compute KV.")
+    compute_for: float | None = option(
+        None,
+        "Stop computing KV after this time; the next run continues.",
+        flag="--for",
+        unit="duration",
+        lowest=0,
+        instead="until all KV is there",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class _WorkerOptions(Options, sections=("ingest",)):
     ray: str | None = option(
         None,
@@ -110,6 +123,7 @@ class IngestOptions(
     ModelOptions,
     LockOptions,
     _WorkerOptions,
+    _ComputeOptions,
     _StorageOptions,
     _SplitOptions,
     sections=("ingest",),

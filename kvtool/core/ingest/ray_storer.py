@@ -29,7 +29,7 @@ from kvtool.core.common.text import counted
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.ingest.report import Account
-from kvtool.core.ingest.storer import Batch, Storer
+from kvtool.core.ingest.storer import Storer
 from kvtool.core.ingest.stream import Choices
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.options import ModelOptions
@@ -59,14 +59,12 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
-    """`dtype` of the arithmetic; `context` and `lead_in` in tokens."""
+    """`dtype` of the arithmetic."""
 
     version: str
     model: str
     device: str
     dtype: str
-    context: int
-    lead_in: int
     pid: int
 
 
@@ -98,9 +96,9 @@ class RemotePrefillWorker:
         return decoder, lead_ins_of(recipe.identity, decoder), profile
 
     def state(self) -> WorkerState:
-        decoder, lead_ins, _ = self._loaded
+        decoder, _, _ = self._loaded
         made_by = decoder.loaded.files.ref, decoder.loaded.device, decoder.loaded.arithmetic.dtype
-        return WorkerState(kvtool.__version__, *made_by, decoder.context, len(lead_ins.own), os.getpid())
+        return WorkerState(kvtool.__version__, *made_by, os.getpid())
 
     def compute(self, number: int, chunks: Sequence[ChunkSpec]) -> Computed:
         decoder, lead_ins, profile = self._loaded
@@ -163,7 +161,7 @@ class Workers:
 
 
 class RayStorer(Storer):
-    """Storer that sends batches to workers. Results come in any order; files are committed once complete."""
+    """Storer that sends batches to workers. Results come in any order."""
 
     def __init__(
         self, store: Store, writer: Writer, account: Account, options: IngestOptions, choices: Choices
@@ -177,8 +175,8 @@ class RayStorer(Storer):
         recipe = Recipe(choices.identity, model, options.level, b"" if profile is None else profile.data)
         self._workers = workers = Workers(options, recipe)
         state = workers.states[0]
-        super().__init__(writer, account, state.device, state.context, state.lead_in)
-        self._batches: dict[int, Batch] = {}
+        super().__init__(writer, account, state.device)
+        self._batches: dict[int, Sequence[ChunkSpec]] = {}
         self._sent = 0
         ways = " and ".join(dict.fromkeys(f"{each.dtype} on {each.device}" for each in workers.states))
         account.events.status(f"{state.model} in {ways}, {counted(len(workers.states), 'worker')} of Ray")
@@ -191,20 +189,19 @@ class RayStorer(Storer):
         self._submit(_PREFIX, [prefix])
         self._put(self._workers.next().records)
 
-    def finish(self) -> None:
-        super().finish()
+    def _finish(self) -> None:
         while self._batches:
             self._take()
 
     def close(self) -> None:
         self._workers.close()
 
-    def _compute(self, batch: Batch) -> None:
+    def _compute(self, batch: Sequence[ChunkSpec]) -> None:
         while not self._workers.pool.has_free():
             self._take()
         self._sent += 1
         self._batches[self._sent] = batch
-        self._submit(self._sent, batch.chunks)
+        self._submit(self._sent, batch)
 
     def _submit(self, number: int, chunks: Sequence[ChunkSpec]) -> None:
         self._workers.pool.submit(lambda actor, number: actor.compute.remote(number, chunks), number)
@@ -212,7 +209,9 @@ class RayStorer(Storer):
     def _take(self) -> None:
         computed = self._workers.next()
         batch = self._batches.pop(computed.number)
-        self._store(batch, computed.records, computed.seconds / len(self._workers.states))
+        self._put(computed.records)
+        self._count(batch, computed.seconds / len(self._workers.states))
+        self._account.computed(batch)
 
 
 # ---- the cluster ----

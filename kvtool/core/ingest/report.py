@@ -6,12 +6,10 @@ import json
 import os
 import platform
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from mimetypes import guess_type
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +19,6 @@ from kvtool.core.cache.store import Store
 from kvtool.core.common.machine import cores, cpu_name
 from kvtool.core.common.text import parsed, shown_size
 from kvtool.core.common.types import Events
-from kvtool.core.corpus.readers import ending_of, is_bounded
 from kvtool.core.corpus.readers.document import EXTRA
 from kvtool.core.corpus.walk import Failure, FoundFile, Skip, Skipped, places
 from kvtool.core.errors import KvtoolError, UsageError
@@ -61,6 +58,19 @@ class Chunks:
     removed: int = 0
 
 
+@dataclass(slots=True)
+class Left:
+    """Chunks that still have no KV, and why the run has stopped before them: `lazy`, `time` or `size`."""
+
+    chunks: int
+    tokens: int
+    reason: str
+
+
+def left_of(chunks: Sequence[ChunkSpec], reason: str) -> Left:
+    return Left(len(chunks), sum(len(chunk.ids) for chunk in chunks), reason)
+
+
 @dataclass(frozen=True, slots=True)
 class Forecast:
     tokens: int  # to be computed
@@ -76,7 +86,7 @@ class Forecast:
     def text(self) -> str:
         before = "" if self.level == "raw" else " before compression"
         kv, free = shown_size(self.kv_bytes), shown_size(self.disk_free)
-        text = f"about {self.tokens:,} tokens to compute: {kv} of KV{before}, {free} of disk free"
+        text = f"{self.tokens:,} tokens to compute: {kv} of KV{before}, {free} of disk free"
         if self.seconds is not None:
             text += f"; about {self._minutes()} at the speed of the last ingest"
         return text
@@ -103,6 +113,7 @@ class IngestReport:
     tokens: int = 0
     kv_bytes: int = 0
     seconds: float = 0.0
+    text_seconds: float = 0.0  # until all texts and the word index are stored: from then on they can be asked
     prefill_seconds: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)  # seconds in addition to reading and prefill, by `PHASES`
     skipped: dict[str, int] = field(default_factory=lambda: {kind.value: 0 for kind in Skip})  # by kind
@@ -114,6 +125,7 @@ class IngestReport:
     resolved: dict[str, Any] = field(default_factory=dict)
     gate: dict[str, Any] | None = None
     forecast: Forecast | None = None  # made before the first chunk; None: no chunk was to be computed
+    left: Left | None = None  # None: every chunk has its KV
     dry_run: bool = False
 
     @property
@@ -177,9 +189,7 @@ class Account:
         self.report = IngestReport(dry_run=options.dry_run)
         self.events = events
         self._fail_fast = not options.continue_on_error
-        self.wanted = 0  # tokens that have to be computed, of the files that are read
-        self._estimate = Estimate(())
-        self._computes = False  # whether progress is counted in tokens
+        self._unseen: set[str] = set()  # of the files to be read, by path
         self._computed = 0  # tokens
         self._began = self._computed_at = 0.0  # seconds of the first and the last of them
         self._options = options
@@ -229,35 +239,18 @@ class Account:
         self.events.failed(failure.path, failure.error)
 
     def begin(self, files: Sequence[FoundFile]) -> None:
-        self._estimate = Estimate(files)
+        self._unseen = {file.name for file in files}
         if not self.report.dry_run:
             self.events.step("reading files", len(files), "files")
 
-    def leave_out(self, path: str) -> None:
-        self._estimate.pass_by(path)
-
     def look_at(self, path: str) -> None:
-        known = self._estimate.pass_by(path)
-        if self._computes:
-            self.events.expect(self.expected)
-        elif known:
+        if path in self._unseen:
+            self._unseen.remove(path)
             self.events.advance(1)
 
-    def want(self, file: PreparedFile, new: Sequence[ChunkSpec]) -> None:
-        tokens = sum(len(chunk.ids) for chunk in new)
-        self._estimate.learn(file.entry.path, file.entry.size, tokens)
-        self.wanted += tokens
-        if self._computes:
-            self.events.expect(self.expected)
-
-    @property
-    def expected(self) -> int:
-        return self.wanted + self._estimate.tokens
-
-    def begin_computing(self) -> None:
-        if not self._computes and not self.report.dry_run:
-            self._computes, self._began = True, time.monotonic()
-            self.events.step("computing KV", max(1, self.expected), "tokens")
+    def begin_computing(self, tokens: int) -> None:
+        self._began = time.monotonic()
+        self.events.step("computing KV", tokens, "tokens")
 
     def computed(self, chunks: Sequence[ChunkSpec]) -> None:
         tokens = sum(len(chunk.ids) for chunk in chunks)
@@ -290,42 +283,6 @@ class Account:
 
 _SPEED, _FORMAT = "speeds/ingest.json", 1
 _MIN_TOKENS = 1000  # of a run whose speed is worth remembering
-_BYTES_A_TOKEN, _PACKED_BYTES_A_TOKEN = 4.0, 20.0  # of a file; of a PDF or an office document
-_WEIGHT = 20_000  # bytes of files that this guess counts for
-_LIKELY = 1 << 20  # bytes of a file of an unknown kind that may be text
-_NO_TEXT = ("image/", "audio/", "video/", "font/", "application/octet-stream", "application/zip")
-
-
-class Estimate:
-    """Estimate of the tokens of unread files, from read files with the same ending."""
-
-    def __init__(self, files: Iterable[FoundFile]) -> None:
-        self._left = Counter[str]()  # bytes by ending
-        self._counted: dict[str, int] = {}
-        self._read, self._tokens = Counter[str](), Counter[str]()
-        for file in files:
-            kind = guess_type(file.name)[0] or ""
-            size = 0 if file.guessed and (file.size > _LIKELY or kind.startswith(_NO_TEXT)) else file.size
-            self._left[ending_of(file.path)] += size
-            self._counted[file.name] = size
-
-    def pass_by(self, name: str) -> bool:
-        size = self._counted.pop(name, None)
-        self._left[ending_of(Path(name))] -= size or 0
-        return size is not None
-
-    def learn(self, name: str, size: int, tokens: int) -> None:
-        ending = ending_of(Path(name))
-        self._read[ending] += size
-        self._tokens[ending] += tokens
-
-    @property
-    def tokens(self) -> int:
-        return round(sum(size * self._per_byte(ending) for ending, size in self._left.items() if size > 0))
-
-    def _per_byte(self, ending: str) -> float:
-        guess = _PACKED_BYTES_A_TOKEN if is_bounded(Path(f"a{ending}"), 0) else _BYTES_A_TOKEN
-        return (self._tokens[ending] + _WEIGHT / guess) / (self._read[ending] + _WEIGHT)
 
 
 def kv_bytes_a_token(folder: Path, dtype: str) -> int:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from kvtool.core.cache.entries import ChunkSpec, FileEntry
+from kvtool.core.cache.entries import ChunkInfo, ChunkSpec, FileEntry
 from kvtool.core.cache.identity import HERE
 from kvtool.core.cache.store import Store
+from kvtool.core.cache.writer import Writer
 from kvtool.core.checkpoint.files import ModelFiles, Once, unnoticed
 from kvtool.core.checkpoint.hub import model_fingerprint
 from kvtool.core.corpus.options import Shard
@@ -38,6 +40,7 @@ from kvtool.core.model.options import DEFAULT_MODEL, DEFAULT_SYSTEM
 from kvtool.core.session.identity import LeadInIds, StoreIdentity, check_same_model, resolve_named
 
 _NO_LEAD_IN = "none"
+_TEXT_SIZE, _TEXT_SECONDS = 2**23, 1.0  # characters and age of texts that wait for a commit
 
 
 class Choices:
@@ -180,10 +183,6 @@ class Stream:
     def gone(self) -> list[FileEntry]:
         return [entry for entry in self._synced.files() if self._is_gone(entry.path)] if self._synced else []
 
-    @cached_property
-    def abandoned(self) -> list[str]:
-        return [path for path in self._synced.unfinished() if self._is_gone(path)] if self._synced else []
-
     @property
     def _synced(self) -> Store | None:
         """The store, if documents of files that are gone are removed from it."""
@@ -223,11 +222,6 @@ class Stream:
     @cached_property
     def _survey(self) -> Survey:
         return Survey(self._choices.identity.settings_digest(), self._reading, self.seen)
-
-    def leave_known_out(self) -> None:
-        for file in self.walked.files:
-            if self._survey.is_known(file):
-                self._account.leave_out(file.name)
 
     def _surveyed(self) -> Iterator[Outcome]:
         """Survey each file. Failures are held back until one file can be ingested."""
@@ -301,20 +295,49 @@ def _nothing(walked: Walked, bad: Sequence[Outcome]) -> UsageError:
     )
 
 
+class Texts:
+    """Files whose texts wait to be committed, many at once: a disk waits at the end of each commit. `before` is called
+    before the first one."""
+
+    def __init__(self, writer: Writer, account: Account, before: Callable[[Writer], None]) -> None:
+        self._writer, self._account, self._before = writer, account, before
+        self._files: list[PreparedFile] = []
+        self._infos: dict[bytes, ChunkInfo] = {}
+        self._committed_at = time.monotonic()
+
+    def add(self, file: PreparedFile, infos: Mapping[bytes, ChunkInfo]) -> None:
+        self._files.append(file)
+        self._infos.update(infos)
+        size = sum(len(document.text) for each in self._files for document in each.documents)
+        if size >= _TEXT_SIZE or time.monotonic() - self._committed_at >= _TEXT_SECONDS:
+            self.commit()
+
+    def commit(self) -> None:
+        files, infos, self._files, self._infos = self._files, self._infos, [], {}
+        if files:
+            self._before(self._writer)
+            self._writer.commit_files([(file.entry, file.documents) for file in files], infos)
+        self._committed_at = time.monotonic()
+        for file in files:
+            self._account.count_file(file)
+
+
 class NewChunks:
-    """Chunks that neither the store nor an earlier file of this run has; `reused` counts those that the store has."""
+    """Chunks of changed files that neither the store nor an earlier file of this run describes; `reused` counts those
+    whose KV the store has."""
 
     def __init__(self, store: Store | None) -> None:
         self._store = store
-        self.seen: set[bytes] = set()
+        self._seen: set[bytes] = set()
         self.reused = 0
 
     def of(self, file: PreparedFile) -> list[ChunkSpec]:
-        first = {chunk.chunk_id: chunk for chunk in file.chunks if chunk.chunk_id not in self.seen}
-        self.seen.update(first)
-        new = [chunk for key, chunk in first.items() if self._store is None or not self._store.serves_own(key)]
-        self.reused += len(first) - len(new)
-        return new
+        first = {chunk.chunk_id: chunk for chunk in file.chunks if chunk.chunk_id not in self._seen}
+        self._seen.update(first)
+        if self._store is None:
+            return [*first.values()]
+        self.reused += sum(map(self._store.serves_own, first))
+        return [chunk for key, chunk in first.items() if not self._store.describes_own(key)]
 
     def orphaned(self, paths: Collection[str], keep: bytes) -> int:
         """Count the stored chunks that nothing but `keep` refers to once these files are gone. Raises DamagedError."""
@@ -322,10 +345,5 @@ class NewChunks:
             return 0
         going = {source for entry in self._store.files() if entry.path in paths for source in entry.documents}
         staying = (document for document in self._store.documents() if document.source not in going)
-        wanted = {ref.chunk_id for document in staying for ref in document.chunks} | self.seen | {keep}
-        wanted |= {chunk for path, ids in self._store.unfinished().items() if path not in paths for chunk in ids}
+        wanted = {ref.chunk_id for document in staying for ref in document.chunks} | self._seen | {keep}
         return sum(chunk_id not in wanted for chunk_id in self._store.chunk_ids())
-
-    def take_back(self, new: Iterable[ChunkSpec]) -> None:
-        """Forget new chunks that are not computed after all: in a later file they are new again."""
-        self.seen.difference_update(chunk.chunk_id for chunk in new)

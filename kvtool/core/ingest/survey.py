@@ -85,10 +85,6 @@ class Survey:
                 return Skipped(file.name, Skip.UNSUPPORTED, reason_of(error))
             return self._seen.compared(Failure(file.name, reason_of(error)))
 
-    def is_known(self, file: FoundFile) -> bool:
-        known = self._seen.entry(file.name)
-        return known is not None and self._is_known(file, known)
-
     def _is_known(self, file: FoundFile, known: FileEntry) -> bool:
         is_unchanged = self._was_read_so(file, known) and self._seen.is_unchanged(file.name, known.digest)
         return is_unchanged and (self._seen.none_dropped or self._seen.is_whole(known))
@@ -279,7 +275,7 @@ class Seen:
             documents = [store.document(source) for source in entry.documents]
         except DamagedError:
             return False
-        return all(document and all(store.has_chunk(c.chunk_id) for c in document.chunks) for document in documents)
+        return all(each and all(store.describes_own(ref.chunk_id) for ref in each.chunks) for each in documents)
 
     def failure(self, path: str, means: str) -> UnreadableFile | None:
         """Return the earlier error of an unchanged unreadable file; None: read it."""

@@ -27,7 +27,7 @@ from kvtool.core.fusion.prefix_cache import DAMAGED, PrefixFused, StoredPrefix, 
 from kvtool.core.fusion.source import KVSource
 from kvtool.core.model.decoder import is_recurrent
 from kvtool.core.model.generate import GreedyPrefix, greedy_prefix
-from kvtool.core.query.reply import OWN_TEXT, Round
+from kvtool.core.query.reply import NO_KV, OWN_TEXT, Round
 from kvtool.core.records.encode import LeadIns
 from kvtool.core.records.read import repair_chunks
 from kvtool.core.session.identity import lead_ins_of
@@ -202,33 +202,46 @@ def store_chunks(
 
 
 def _repair_holes(session: Session, holes: Sequence[Segment]) -> None:
-    """Store what the store lacks of some segments; when it is locked, full or read-only, only warn. A chunk of a
-    `neighbour` store is left to the next ingest, which knows the chunk before it."""
-    store, decoder, identity = session.store, session.decoder, session.identity
+    """Store what the store lacks of some segments; when it is locked, full or read-only, only warn. Chunks without KV
+    are left to idle time where the session has some (`Session.missed`), and noted for the next ingest. One of a
+    `neighbour` store is left to that, which knows the chunk before it."""
+    store, identity = session.store, session.identity
     specs = [identity.spec_of(hole.source.chunk_id, hole.ids) for hole in holes if not hole.source.stored]
     chunks = {spec.chunk_id: spec for spec in specs if spec is not None}  # a prompt may hold a chunk twice
     if store.read_only:
         chunks = {}
-    lead_ins = cache(lambda: lead_ins_of(identity, decoder))
-
-    def lead_ins_for(chunk: ChunkSpec) -> LeadIns:
-        return LeadIns.nothing(decoder) if chunk.chunk_id == identity.prefix_id else lead_ins()
-
+    empty = [hole.source.chunk_id for hole in holes if hole.reason == NO_KV]
+    store.use_log.note_uses(empty)
+    if session.missed is not None:
+        session.missed.update({chunk_id: chunks.pop(chunk_id) for chunk_id in empty if chunk_id in chunks})
     if chunks:
         try:
-            repair_chunks(store, decoder, session.profiles, lead_ins_for, [*chunks.values()])
+            store_missed(session, [*chunks.values()])
         except KvtoolError as error:
             session.warn(f"{len(chunks)} computed chunk(s) could not be stored: {error.message}", error.hint)
             chunks = {}
         else:
-            store.use_log.note_uses([*chunks])
+            store.use_log.note_uses([*chunks.keys() - {*empty}])
     for segment in holes:
+        if segment.reason == NO_KV:
+            continue
         chunk_id = segment.source.chunk_id  # another instruction than the store's has none
         name = f"chunk {chunk_id.hex()[:12]}" if chunk_id else "the prompt's beginning"
         hint = "it is stored now, for the next question" if chunk_id in chunks else ""
         if not hint and chunk_id and not segment.source.stored:
             hint = "an ingest of its document stores it"
         session.warn(f"{name} was computed in place: {segment.reason}", hint)
+
+
+def store_missed(session: Session, chunks: Sequence[ChunkSpec]) -> None:
+    """Compute and store chunks, alone behind the lead-in. Raises KvtoolError: the store is locked or full."""
+    decoder, identity = session.decoder, session.identity
+    lead_ins = cache(lambda: lead_ins_of(identity, decoder))
+
+    def lead_ins_for(chunk: ChunkSpec) -> LeadIns:
+        return LeadIns.nothing(decoder) if chunk.chunk_id == identity.prefix_id else lead_ins()
+
+    repair_chunks(session.store, decoder, session.profiles, lead_ins_for, chunks)
 
 
 def fuse_after_checkpoints(session: Session, plan: Plan, selector: Selector, options: QueryOptions) -> PrefixFused:

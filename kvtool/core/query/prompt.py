@@ -27,7 +27,7 @@ from kvtool.core.model.prompt import (
 )
 from kvtool.core.model.tokens import encode
 from kvtool.core.query.options import LoadOptions, QueryOptions
-from kvtool.core.query.reply import OWN_TEXT, Request
+from kvtool.core.query.reply import NO_KV, OWN_TEXT, Request
 from kvtool.core.query.retrieve import Retrieved, find_chunks
 from kvtool.core.retrieval.passages import Found, Hit, Passage
 from kvtool.core.retrieval.spotting import Span, without_overlap
@@ -269,7 +269,7 @@ def _stored(
     every_row: bool = False,
 ) -> Candidate:
     if info is None:
-        return replace(wanted, reason="not stored")
+        return replace(wanted, reason=NO_KV)
     if info.token_ids != wanted.ids:
         return replace(wanted, reason="the stored token ids differ")
     if info.layers not in (0, session.layers):  # 0: nothing is stored of it by design
@@ -315,7 +315,7 @@ def _info(session: Session, chunk_id: bytes) -> ChunkInfo | None:
 def _why_not(level: str, stored: bool, max_loss: float) -> str:
     if level != "auto":
         return f"not stored at level {level}"
-    return f"no stored level is known to lose at most {max_loss:g} nats a token" if stored else "not stored"
+    return f"no stored level is known to lose at most {max_loss:g} nats a token" if stored else NO_KV
 
 
 # ---- a client's own messages: passages are found by their token ids and reused where they are -----------------------

@@ -27,6 +27,7 @@ from kvtool.core.session.identity import (
 )
 
 if TYPE_CHECKING:
+    from kvtool.core.cache.entries import ChunkSpec
     from kvtool.core.checkpoint.files import ModelFiles
     from kvtool.core.common.types import Ids, Timeline
     from kvtool.core.fusion.plan import Segment
@@ -135,7 +136,8 @@ class Session:
     """A store with its model. Only `state` changes, by :meth:`refresh` and by measuring. Threads may share a session:
     one that runs the model holds `lock`. `memory_cache`: bytes of loaded chunks
     that stay in memory; None: none stay. `recent_chunks`: chunks that win ties of score; None: none do. `say`: reports
-    that speeds are about to be measured, which takes seconds. `timeline`: None: nothing is timed."""
+    that speeds are about to be measured, which takes seconds. `timeline`: None: nothing is timed. `missed`: chunks
+    without KV that questions have computed in place, which someone else is to store; None: they are stored at once."""
 
     store: Store
     model: StoreModel
@@ -147,6 +149,7 @@ class Session:
     memory_cache: int | None = None
     recent_chunks: RecentChunks | None = None
     learned: LearnedStore | None = None
+    missed: dict[bytes, ChunkSpec] | None = None
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     @classmethod

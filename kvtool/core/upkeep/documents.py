@@ -45,7 +45,7 @@ def _exactly(store: Store, target: str) -> set[str]:
     for path in (os.path.abspath(target), target) if target else ():
         entry, document = store.file(path), store.document(path)
         sources = {*(entry.documents or (path,))} if entry is not None else set()
-        if sources := sources | ({path} if document is not None or path in store.unfinished() else set()):
+        if sources := sources | ({path} if document is not None else set()):
             return sources
     return set()
 
@@ -55,7 +55,7 @@ def documents_of(store: Store) -> dict[str, str]:
     for entry in store.files():
         for source in entry.documents or (entry.path,):
             paths[source] = entry.path
-    return {path: path for path in store.unfinished()} | paths
+    return paths
 
 
 def _in_composed_form(target: str, named: Named, with_chunk: Callable[[str], Iterable[str]]) -> set[str]:

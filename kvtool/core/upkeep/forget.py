@@ -59,12 +59,8 @@ def forget(
 
 def _removal(store: Store, targets: Sequence[str], yes: bool) -> Removal:
     sources = named_documents(store, targets)
-    half = {source: ids for source, ids in store.unfinished().items() if source in sources}
-    stored = store.unfinished_chunks() if half else set()
     entries = [entry for source in sources if (entry := store.document(source)) is not None]
     refs = {entry.source: {ref.chunk_id for ref in entry.chunks} for entry in entries}
-    for source, ids in half.items():
-        refs[source] = refs.get(source, set()) | stored.intersection(ids)
     index = index_of(store)
     holders = index.holders(set().union(*refs.values()))
     going = [chunk for chunk in set().union(*refs.values()) if holders.get(chunk, set()) <= refs.keys()]

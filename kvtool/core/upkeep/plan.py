@@ -57,7 +57,6 @@ class Inventory:
     used: int  # bytes of the folder's files
     free: int  # bytes of them that a compaction would free now
     stretches: tuple[tuple[bytes, int, int], ...] = ()  # id, seconds of last use, bytes; in eviction order
-    unfinished: tuple[bytes, ...] = ()  # chunks that only unfinished files refer to
     beginning: bytes = b""  # the chunk before every prompt's first, which stays
     profile: tuple[bytes, int] | None = None  # digest and bytes of the codec's current profile; None: none is stored
     old_profiles: tuple[tuple[bytes, int], ...] = ()  # of the profiles that no record names any more
@@ -101,15 +100,13 @@ def take_inventory(store: Store) -> Inventory:
         )
         turned.append((max((chunk.turn for chunk in held), default=0), source, document))
     loose = set(chunks) - {chunk for chunk_ids in refs.values() for chunk in chunk_ids} - kept_always(store)
-    unfinished = loose & store.unfinished_chunks()
     return Inventory(
         tuple(document for *_, document in sorted(turned)),
         chunks,
-        tuple(sorted(loose - unfinished)),
+        tuple(sorted(loose)),
         layout.folder_bytes(store.path),
         free,
         _stretches(store, used),
-        unfinished=tuple(sorted(unfinished)),
         beginning=_beginning(store),
         profile=next(iter(_profiles(store, [bytes.fromhex(str(store.codec_state().get("profile", "")))])), None),
         old_profiles=_profiles(store, old_profiles(store)),
@@ -182,25 +179,12 @@ def pages(size: int) -> int:
 
 
 def sizes_of(store: Store) -> dict[str, Any]:
-    """Count a store's chunks; the beginning and unfinished files' chunks are counted apart. Raises DamagedError."""
+    """Count a store's chunks; the prompt's beginning, and chunks without KV, are counted apart. Raises DamagedError."""
     sizes, identity = store.stats(), StoreIdentity.from_manifest(store.manifest())
     beginning = None if identity is None else _own_beginning(store, identity)
     if beginning is not None:
         sizes = sizes | {"chunks": sizes["chunks"] - 1, "tokens": sizes["tokens"] - beginning["tokens"]}
-    unfinished = _unfinished(store)
-    sizes = sizes | {name: sizes[name] - unfinished[name] for name in ("chunks", "tokens")}
-    return sizes | {"prefix": beginning, "unfinished": unfinished}
-
-
-def _unfinished(store: Store) -> dict[str, int]:
-    found = {"files": len(store.unfinished()), "chunks": 0, "tokens": 0, "bytes": 0}
-    with suppress(DamagedError):  # a document, whose references are then unknown, or such a chunk
-        for chunk in store.unfinished_chunks():
-            sizes, info = store.sizes_here(chunk), store.chunk_info(chunk)
-            found["chunks"] += 1
-            found["tokens"] += len(info.token_ids) if info is not None and sizes else 0
-            found["bytes"] += sum(sizes.values())
-    return found
+    return sizes | {"prefix": beginning, "without_kv": len({*store.chunk_ids()}.difference(store.ids_here()))}
 
 
 def _own_beginning(store: Store, identity: StoreIdentity) -> dict[str, Any] | None:
@@ -227,14 +211,14 @@ def old_profiles(store: Store) -> list[bytes]:
     return [digest for digest in candidates if digest.hex() not in named]
 
 
-UNFINISHED, PROFILE = "unfinished", "profile"  # names of steps
+PROFILE = "profile"  # name of a step
 Drop = tuple[bytes, str]  # chunk, level
 Ladder = Callable[[Mapping[str, int], frozenset[str]], list[str]]  # a chunk's levels, those measured -> those to drop
 
 
 @dataclass(slots=True)
 class Step:
-    name: str  # `unreferenced`, `unfinished`, `checkpoints`, `cold`, `exact`, `level N`, `kv`, `profile`, `documents`
+    name: str  # `unreferenced`, `checkpoints`, `cold`, `exact`, `level N`, `kv`, `profile`, `documents`
     drops: list[Drop] = field(default_factory=list, repr=False)  # raw ids, which nobody can read
     sources: list[str] = field(default_factory=list)  # documents that are forgotten whole
     loose: list[bytes] = field(default_factory=list, repr=False)  # without a reference
@@ -306,8 +290,6 @@ def plan_prune(inventory: Inventory, request: PruneRequest) -> Plan:
     planner.drop_unreferenced()
     if not request.as_needed:
         planner.drop_documents(request.forgets)
-    if not planner.is_enough:  # only the interrupted ingest computes these again
-        planner.drop_chunks(UNFINISHED, inventory.unfinished)
     planner.drop_stretches(request.cold_before or 0)
     if request.cold_before is not None:
         planner.drop_cold(request.cold_before)

@@ -19,7 +19,6 @@ from kvtool.core.upkeep.forget import bring_index_up_to_date, collect
 from kvtool.core.upkeep.options import PruneOptions
 from kvtool.core.upkeep.plan import (
     PROFILE,
-    UNFINISHED,
     Drop,
     Inventory,
     Plan,
@@ -140,8 +139,6 @@ def _apply(store: Store, writer: Writer, plan: Plan) -> set[bytes]:
             writer.drop_profiles(step.profiles, state)
         if step.sources:
             writer.remove_documents(step.sources)
-        if step.name == UNFINISHED:
-            writer.end_unfinished()
         if not (step.sources or step.loose):
             spared |= _drop(store, writer, step.drops)
     if any(step.sources or step.loose for step in plan.steps):

@@ -1,0 +1,173 @@
+"""An ingest stores all texts first; the KV of their chunks follows, by expected use, as far as time and space allow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtool.core.cache.store import Store
+from kvtool.core.cache.writer import Writer
+from kvtool.core.ingest.storer import ChunkStorer
+from tests.cli.working import PREFIX, QUESTION, SHORT, damages, kvtool, listing, payloads, write_corpus
+from tests.upkeep.test_budget import bytes_in
+
+FILES = 8
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "in"
+    made.mkdir()
+    for number in range(FILES):
+        (made / f"{number}.txt").write_text(f"The mill number {number} stands on the river and grinds.")
+    return made
+
+
+@pytest.fixture
+def whole(folder: Path, fresh: Any, tmp_path: Path) -> Any:
+    fresh(folder, store=tmp_path / "whole").fine()
+    return payloads(tmp_path / "whole")
+
+
+@pytest.fixture
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtool.core.ingest.storer.BATCH_TOKENS", {"cpu": 1})
+
+
+def without_kv(path: Path) -> int:
+    found: int = kvtool("store", "stats", "--store", path, "--json").fine().json["without_kv"]
+    return found
+
+
+def test_texts_are_committed_before_any_chunk_is_computed(
+    folder: Path, fresh: Any, one_by_one: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[str] = []
+    commit, compute = Writer.commit_files, ChunkStorer._compute
+
+    def committing(writer: Writer, files: Any, infos: Any) -> None:
+        steps.extend(Path(entry.path).name for entry, _ in files)
+        commit(writer, files, infos)
+
+    def computing(storer: ChunkStorer, batch: Any) -> None:
+        steps.append("compute")
+        compute(storer, batch)
+
+    monkeypatch.setattr(Writer, "commit_files", committing)
+    monkeypatch.setattr(ChunkStorer, "_compute", computing)
+    report = fresh(folder).fine().json
+    assert steps == [f"{number}.txt" for number in range(FILES)] + ["compute"] * FILES
+    assert 0 < report["text_seconds"] <= report["seconds"]
+
+
+def test_an_interrupted_run_keeps_texts_and_chunks(
+    folder: Path, whole: Any, fresh: Any, one_by_one: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, left, compute = tmp_path / "fresh", [3], ChunkStorer._compute
+
+    def computing(storer: ChunkStorer, batch: Any) -> None:
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        compute(storer, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ChunkStorer, "_compute", computing)
+        assert fresh(folder).code == 130
+    assert len(listing(path)) == FILES
+    assert without_kv(path) == FILES - 3
+    assert f"{FILES - 3} chunks without KV" in kvtool("inspect", "--store", path).fine().out
+    kvtool("query", QUESTION, "--store", path, *SHORT).fine()
+    planned, done = (fresh(folder, *more).fine().json for more in (("--dry-run",), ()))
+    assert planned["chunks"]["computed"] == done["chunks"]["computed"] == FILES - 3
+    assert done["documents"]["unchanged"] == FILES
+    assert payloads(path) == whole
+    assert damages(path) == []
+
+
+@pytest.mark.parametrize(("more", "reason"), [(("--lazy",), "lazy"), (("--for", "0s"), "time")])
+def test_what_is_left_is_said_and_continued(
+    more: tuple[str, ...], reason: str, folder: Path, whole: Any, fresh: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "fresh"
+    report = fresh(folder, *more).fine().json
+    assert report["left"]["reason"] == reason
+    assert (report["left"]["chunks"], report["left"]["tokens"] > 0) == (FILES, True)
+    assert report["chunks"]["computed"] == 0
+    answer = kvtool("query", QUESTION, "--store", path, *SHORT, "--json").fine()
+    assert {chunk["status"] for chunk in answer.json["chunks"]} == {"miss"}
+    assert "warning" not in answer.err
+    assert without_kv(path) == FILES
+    report = fresh(folder).fine().json
+    assert (report["left"], report["chunks"]["computed"]) == (None, FILES)
+    assert payloads(path) == whole
+
+
+def test_a_full_budget_ends_the_run_at_a_chunk(folder: Path, fresh: Any, tmp_path: Path) -> None:
+    path = tmp_path / "fresh"
+    fresh(folder, "--lazy").fine()
+    budget = bytes_in(path) + 175_000
+    done = fresh(folder, "--max-size", str(budget)).fine()
+    assert 0 < done.json["left"]["chunks"] < FILES
+    assert done.json["chunks"]["computed"] == FILES - done.json["left"]["chunks"] == FILES - without_kv(path)
+    assert done.json["left"]["reason"] == "size"
+    assert "over its budget" in done.err
+    assert bytes_in(path) <= budget
+    assert damages(path) == []
+
+
+def test_a_missed_chunk_is_the_next_to_be_computed(
+    folder: Path, fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "fresh"
+    fresh(folder, "--lazy").fine()
+    asked = ("query", "mill number", "--documents", "6.txt", "--store", path, *SHORT, "--json")
+    (missed,) = kvtool(*asked).fine().json["chunks"]
+    first: list[str] = []
+    compute = ChunkStorer._compute
+
+    def computing(storer: ChunkStorer, batch: Any) -> None:
+        first.extend(chunk.chunk_id.hex() for chunk in batch)
+        compute(storer, batch)
+
+    monkeypatch.setattr(ChunkStorer, "_compute", computing)
+    fresh(folder).fine()
+    assert (first[0], len(first)) == (missed["id"], FILES)
+    assert kvtool(*asked).fine().json["chunks"][0]["status"] != "miss"
+
+
+def test_documents_without_kv_are_removed_like_others(folder: Path, fresh: Any, tmp_path: Path) -> None:
+    path = tmp_path / "fresh"
+    fresh(folder, "--lazy").fine()
+    kvtool("store", "rm", folder / "0.txt", "--store", path).fine()
+    (folder / "1.txt").unlink()
+    fresh(folder, "--lazy", "--sync", "--exclude", "0.txt").fine()
+    with Store.open(path) as store:
+        assert (len(listing(path)), len(store.chunk_ids())) == (FILES - 2, FILES - 2)
+
+
+@pytest.mark.slow
+def test_a_chunk_that_the_model_cannot_hold_fails_its_file_alone(folder: Path, tiny: Path, tmp_path: Path) -> None:
+    for number in (4, 5):
+        (folder / f"{number}.txt").write_text("The mill grinds all day. " * 800)
+    args = ("ingest", folder, "--store", tmp_path / "store", "--json")
+    report = kvtool(*args, "--model", tiny, *PREFIX, "--chunk-tokens", "100000").fine(3).json
+    assert [Path(failure["path"]).name for failure in report["failures"]] == ["4.txt", "5.txt"]
+    assert all("fewer --chunk-tokens" in failure["error"] for failure in report["failures"])
+    assert report["documents"]["added"] == len(listing(tmp_path / "store")) == FILES - 2
+    report = kvtool(*args, "--chunk-tokens", "64").fine().json  # and nothing is in the way of another choice
+    assert (report["documents"]["added"], report["documents"]["changed"]) == (2, FILES - 2)
+
+
+@pytest.mark.slow
+def test_former_version_stays_until_the_new_one_is_stored(folder: Path, fresh: Any, tmp_path: Path) -> None:
+    write_corpus(folder, 2)
+    fresh(folder).fine()
+    before = payloads(tmp_path / "fresh")
+    (folder / "mill0.md").write_text("A new beginning of it all.\n\n" + (folder / "mill0.md").read_text())
+    report = fresh(folder, "--lazy").fine().json
+    assert report["documents"]["changed"] == 1
+    assert payloads(tmp_path / "fresh").items() <= before.items()
+    assert damages(tmp_path / "fresh") == []
