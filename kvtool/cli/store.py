@@ -34,6 +34,7 @@ Optional = Annotated[
     list[str] | None,
     typer.Argument(metavar="PATH|GLOB|ID...", help="Documents or chunks.", show_default=False),
 ]
+Pinned = Annotated[list[str] | None, typer.Argument(metavar="PATH|GLOB...", help="Documents.", show_default=False)]
 store_app = new_app("List, check, shrink, protect and share what is stored.")
 
 
@@ -70,11 +71,11 @@ def ls(run: Run, targets: Optional = None) -> None:
 
 def _chunk(document: DocumentRow, row: ChunkRow) -> tuple[object, ...]:
     where = f"{document.source}[{row.start}:{row.end}]"
-    return row.id[:_DIGITS], row.tokens, _levels(row), row.bytes, _used(row), where + _more(document, row.pinned)
+    return row.id[:_DIGITS], row.tokens, _levels(row), row.bytes, _used(row), where + _more(document)
 
 
 def _document(row: DocumentRow) -> tuple[object, ...]:
-    where = as_named_here(row.source) + _more(row, row.pinned)
+    where = as_named_here(row.source) + _more(row)
     return len(row.chunks), row.tokens, _levels(row), row.bytes, _used(row), _time(row.modified, "", _DAY), where
 
 
@@ -86,9 +87,9 @@ def _used(row: ChunkRow | DocumentRow) -> str:
     return _time(row.last_used, "never", f"{_DAY} %H:%M")
 
 
-def _more(document: DocumentRow, pinned: bool) -> str:
+def _more(document: DocumentRow) -> str:
     made_by = f" (from {document.origin})" if document.origin else ""
-    return f"{' (pinned)' if pinned else ''}{made_by}"
+    return f"{' (pinned)' if document.pinned else ''}{made_by}"
 
 
 def _time(seconds: int | None, otherwise: str, form: str) -> str:
@@ -290,11 +291,8 @@ class PinOptions(Options, settings=False, group=WHICH):
 
 @store_app.command()
 @takes(PinOptions, StoreOptions, LockOptions, examples=("store pin handbook.md", 'store pin --remove "drafts/*.md"'))
-def pin(run: Run, targets: Optional = None) -> None:
-    """Protect documents from `store prune`, or list the protected ones.
-
-    Chunks can be protected, too.
-    """
+def pin(run: Run, targets: Pinned = None) -> None:
+    """Protect documents from `store prune`, or list the protected ones."""
     from kvtool.core.upkeep import forget
 
     remove = run.get(PinOptions).remove
@@ -302,18 +300,18 @@ def pin(run: Run, targets: Optional = None) -> None:
         change = forget.unpin if remove else forget.pin
         pins = change(run.folder, targets, lock_wait=run.lock_wait)
     elif remove:
-        raise UsageError("--remove needs a document or a chunk", "`kvtool store pin` lists what is pinned")
+        raise UsageError("--remove needs a document", "`kvtool store pin` lists what is pinned")
     else:
         with run.open_store() as store:
             pins = store.pins()
 
     def show() -> None:
-        for name in (*pins["sources"], *pins["chunks"]) if run.out.verbosity >= 0 else ():
+        for name in pins if run.out.verbosity >= 0 else ():
             run.out.print(name.replace("\n", "\\n"))
-        if not pins["sources"] and not pins["chunks"]:
+        if not pins:
             run.out.status("nothing is pinned")
 
-    run.out.result(pins, human=show)
+    run.out.result({"sources": pins}, human=show)
 
 
 for _command in (push, pull, export):

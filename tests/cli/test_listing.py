@@ -37,7 +37,6 @@ def test_rows_tell_levels_bytes_and_use(mixed: Path) -> None:
             assert row["levels"] == opened.level_sizes(bytes.fromhex(key))
             assert row["bytes"] == sum(row["levels"].values())
             assert row["last_used"] == opened.last_used().get(bytes.fromhex(key))
-            assert row["pinned"] is False
     assert (sorted(rows[lossy]["levels"]), rows[lost]["levels"]) == (["2", "raw"], {})
     told = kvtool("store", "ls", "--chunks", "--store", mixed).fine().out.splitlines()
     assert [line.split()[2] for line in told if used[:12] in line or lost[:12] in line] == ["raw", "none"]

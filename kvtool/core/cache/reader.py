@@ -236,9 +236,9 @@ class StoreReader(ChunkReader):
         size = self._json(tables.BUDGET_KEY, "the size budget").get("bytes")
         return None if size is None else int(size)
 
-    def pins(self) -> dict[str, Any]:
-        """What is never evicted: `sources` and `chunks` (ids in hex)."""
-        return {"sources": [], "chunks": []} | self._json(tables.PINS_KEY, "the list of pins")
+    def pins(self) -> list[str]:
+        """Sources of the documents that are never evicted."""
+        return list(self._json(tables.PINS_KEY, "the list of pins").get("sources", ()))
 
     def _json(self, key: bytes, what: str) -> dict[str, Any]:
         with self.snapshot() as snapshot:
@@ -317,7 +317,7 @@ class StoreReader(ChunkReader):
             "free_bytes": self.environment.free_beside(live),
             "folder_bytes": layout.folder_bytes(self.path),
             "budget": self.budget(),
-            "pins": {name: len(rows) for name, rows in self.pins().items()},
+            "pins": {"sources": len(self.pins())},
             "disk_free": layout.disk_free(self.path),
         }
 

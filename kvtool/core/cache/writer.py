@@ -187,8 +187,8 @@ class Writer:
     def set_budget(self, size: int | None) -> None:
         self.commit([meta_row(tables.BUDGET_KEY, {"bytes": size})])
 
-    def set_pins(self, sources: Iterable[str], chunks: Iterable[str]) -> None:
-        self.commit([meta_row(tables.PINS_KEY, {"sources": sorted(set(sources)), "chunks": sorted(set(chunks))})])
+    def set_pins(self, sources: Iterable[str]) -> None:
+        self.commit([meta_row(tables.PINS_KEY, {"sources": sorted(set(sources))})])
 
     def set_codec_state(self, state: dict[str, Any]) -> None:
         self.commit([meta_row(tables.CODEC_KEY, state)])

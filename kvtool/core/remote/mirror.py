@@ -261,8 +261,8 @@ def default_budget(path: Path) -> int:
 def evict_until_fits(store: Store, writer: Writer, coming: Mapping[bytes, int]) -> set[bytes]:
     """Evict the least used KV until incoming chunks, of so many bytes each, fit into the budget; return those that fit.
 
-    No chunk is evicted that is used as often as the incoming ones. Pinned documents and chunks, and the prompt's own
-    beginning, stay. A share of the budget is left free, so that the next eviction is not due at once.
+    No chunk is evicted that is used as often as the incoming ones. Pinned documents and the prompt's own beginning
+    stay. A share of the budget is left free, so that the next eviction is not due at once.
     """
     budget = store.budget()
     if budget is None:

@@ -136,11 +136,11 @@ class DocumentRow:
     characters: int
     origin: str
     modified: int | None
+    pinned: bool
     chunks: list[ChunkRow] = field(default_factory=list)
     tokens: int = 0
     levels: dict[str, int] = field(default_factory=dict)
     last_used: int | None = None
-    pinned: bool = False
 
     @property
     def bytes(self) -> int:
@@ -152,7 +152,6 @@ class DocumentRow:
         for level, size in row.levels.items():
             self.levels[level] = self.levels.get(level, 0) + size
         self.last_used = max(filter(None, (self.last_used, row.last_used)), default=None)
-        self.pinned = self.pinned or row.pinned
 
     def to_json(self) -> dict[str, Any]:
         names = ("source", "kind", "characters", "origin", "modified", "tokens", "bytes", "last_used", "pinned")
@@ -167,14 +166,13 @@ class ChunkRow:
     tokens: int
     levels: dict[str, int]
     last_used: int | None
-    pinned: bool
 
     @property
     def bytes(self) -> int:
         return sum(self.levels.values())
 
     def to_json(self) -> dict[str, Any]:
-        names = ("id", "start", "end", "tokens", "bytes", "last_used", "pinned")
+        names = ("id", "start", "end", "tokens", "bytes", "last_used")
         return {name: getattr(self, name) for name in names} | {"levels": level_rows(self.levels)}
 
 
@@ -185,16 +183,16 @@ def list_documents(store: Store, targets: Sequence[str] = ()) -> list[DocumentRo
     with store.view():
         sources = {*named_documents(store, targets)} if targets else None
         files = {source: entry for entry in store.files() for source in entry.documents}
-        used, pins = store.last_used(), {pin for rows in store.pins().values() for pin in rows}
+        used, pins = store.last_used(), {*store.pins()}
         for document in (each for each in store.documents() if sources is None or each.source in sources):
             entry = files.get(document.source)
             origin, modified = (entry.origin.name, entry.mtime_ns // 10**9) if entry is not None else ("", 0)
-            documents.append(DocumentRow(document.source, document.kind, len(document.text), origin, modified or None))
+            source, length = document.source, len(document.text)
+            documents.append(DocumentRow(source, document.kind, length, origin, modified or None, source in pins))
             for ref in document.chunks:
                 key, last = ref.chunk_id.hex(), used.get(ref.chunk_id)
-                pinned = not pins.isdisjoint((document.source, key))
                 sizes = store.level_sizes(ref.chunk_id)
-                documents[-1].add(ChunkRow(key, ref.start, ref.end, ref.tokens, sizes, last, pinned))
+                documents[-1].add(ChunkRow(key, ref.start, ref.end, ref.tokens, sizes, last))
     return documents
 
 

@@ -1,19 +1,17 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from kvtool.core.cache import tables
-from kvtool.core.cache.identity import chunks_named
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.errors import DamagedError, UsageError
 from kvtool.core.retrieval.index import index_of
 from kvtool.core.upkeep.documents import named_documents
-from kvtool.core.upkeep.plan import kept_always, level_bytes, pages, pinned_with_documents
+from kvtool.core.upkeep.plan import kept_always, level_bytes, pages
 
 
 class MuchError(UsageError):
@@ -68,22 +66,15 @@ def _removal(store: Store, targets: Sequence[str], yes: bool) -> Removal:
         size = sum(sum(level_bytes(snapshot, chunk).values()) for chunk in going)
         for key in map(tables.name_key, refs):
             size += sum(pages(length) for _, length in snapshot.sizes(tables.DOCUMENTS, key))
-    refusal = _pinned(store, refs)
-    if refusal is None and not yes:
+    refusal: UsageError | None = None
+    if pinned := sorted(refs.keys() & store.pins()):
+        refusal = UsageError(f"{pinned[0]} is pinned, so nothing was removed", "`kvtool store pin --remove` unpins it")
+    elif not yes:
         total = len(refs) + index.documents - len(entries)
         if len(refs) > max(1, total // 2):
             text = f"{len(refs)} of {total} documents would be removed"
             refusal = MuchError(text, "`--dry-run` lists them; add --yes to do it")
     return Removal(tuple(sources), len(going), size, refusal)
-
-
-def _pinned(store: Store, refs: Mapping[str, set[bytes]]) -> UsageError | None:
-    pins = store.pins()
-    chunks = {bytes.fromhex(chunk) for chunk in pins["chunks"]} | pinned_with_documents(store)
-    for source in sorted(refs):
-        if source in pins["sources"] or refs[source] & chunks:
-            return UsageError(f"{source} is pinned, so nothing was removed", "`kvtool store pin --remove` unpins it")
-    return None
 
 
 def collect(store: Store, writer: Writer) -> None:
@@ -96,35 +87,29 @@ def bring_index_up_to_date(store: Store) -> None:
         index_of(store)
 
 
-def pin(path: Path, targets: Sequence[str], *, lock_wait: float = 0.0) -> dict[str, Any]:
-    """Pin documents (by path, folder or glob) or chunks (by id); returns all pins. Raises UsageError."""
+def pin(path: Path, targets: Sequence[str], *, lock_wait: float = 0.0) -> list[str]:
+    """Pin documents, named by path, folder or glob; returns all pinned sources. Raises UsageError."""
     with Store.open(path) as store, store.writer(lock_wait) as writer:
-        pins = store.pins()
-        for target in targets:
-            chunks = store.chunks_named(target)
-            if len(chunks) == 1:
-                pins["chunks"] = sorted({*pins["chunks"], chunks[0].hex()})
-            else:
-                pins["sources"] = sorted({*pins["sources"], *named_documents(store, [target])})
-        writer.set_pins(pins["sources"], pins["chunks"])
+        named = (source for target in targets for source in _named(store, target))
+        writer.set_pins([*store.pins(), *named])
         return store.pins()
 
 
-def unpin(path: Path, targets: Sequence[str], *, lock_wait: float = 0.0) -> dict[str, Any]:
+def unpin(path: Path, targets: Sequence[str], *, lock_wait: float = 0.0) -> list[str]:
     """Remove pins, and return those left; a removed document is named by its whole path. Raises UsageError."""
     with Store.open(path) as store, store.writer(lock_wait) as writer:
-        pins = store.pins()
+        pins = {*store.pins()}
         for target in targets:
-            gone = _meant(store, target, pins)
-            if not gone & {*pins["sources"], *pins["chunks"]}:
+            gone = {target} if target in pins else {*_named(store, target)}
+            if not gone & pins:
                 raise UsageError(f"{target!r} is not pinned", "`kvtool store pin` without a name lists what is")
-            pins = {name: [pin for pin in rows if pin not in gone] for name, rows in pins.items()}
-        writer.set_pins(pins["sources"], pins["chunks"])
+            pins -= gone
+        writer.set_pins(pins)
         return store.pins()
 
 
-def _meant(store: Store, target: str, pins: dict[str, Any]) -> set[str]:
-    chunks = {chunk.hex() for chunk in chunks_named(target, [*map(bytes.fromhex, pins["chunks"])])}
-    if target in pins["sources"] or chunks:
-        return {target} | chunks
-    return set(named_documents(store, [target]))
+def _named(store: Store, target: str) -> list[str]:
+    if store.chunks_named(target):
+        hint = "name its document: `kvtool store ls --chunks` lists the chunks with their documents"
+        raise UsageError(f"a chunk cannot be pinned: {target!r}", hint)
+    return named_documents(store, [target])

@@ -71,10 +71,8 @@ def take_inventory(store: Store) -> Inventory:
         free = max(0, store.environment.allocated_bytes() - snapshot.live_bytes())
     refs = {document.source: [ref.chunk_id for ref in document.chunks] for document in store.documents()}
     used, warm, added = store.last_used(), store.warmth(), store.added()
-    pins = store.pins()
-    pinned_documents = set(pins["sources"])
-    pinned = {bytes.fromhex(chunk) for chunk in pins["chunks"]}
-    pinned |= {chunk for source in pinned_documents for chunk in refs.get(source, ())}
+    pins = {*store.pins()}
+    pinned = {chunk for source in pins for chunk in refs.get(source, ())}
     losses = MeasuredLosses(store)
     chunks = {
         chunk: ChunkHolding(
@@ -94,7 +92,7 @@ def take_inventory(store: Store) -> Inventory:
             source,
             max((chunk.used for chunk in held), default=0),
             max((added.get(chunk, 0) for chunk in ids), default=0),
-            source in pinned_documents or not pinned.isdisjoint(ids),
+            source in pins,
             tuple(dict.fromkeys(ids)),
             texts.get(tables.name_key(source), 0),
         )
@@ -140,15 +138,14 @@ def eviction_order(store: Store) -> dict[bytes, float]:
 
 
 def kept_always(store: Store) -> set[bytes]:
-    """Chunks that stay though no document may have them: the prompt's own beginning, and those that are pinned."""
-    pinned = {bytes.fromhex(chunk) for chunk in store.pins()["chunks"]}
-    return pinned | ({beginning} if (beginning := _beginning(store)) else set())
+    """Chunks that stay though no document has them: the prompt's own beginning."""
+    return {_beginning(store)} - {b""}
 
 
 def pinned_with_documents(store: Store) -> set[bytes]:
     """Chunks of the documents that are pinned; of one that is damaged it is unknown which."""
     chunk_ids: set[bytes] = set()
-    for source in store.pins()["sources"]:
+    for source in store.pins():
         with suppress(DamagedError):
             document = store.document(source)
             chunk_ids |= {ref.chunk_id for ref in document.chunks} if document is not None else set()
