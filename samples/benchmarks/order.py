@@ -38,7 +38,9 @@ class Corpus:
         titles: dict[str, dict[str, None]] = {}
         for paragraph in (paragraph for example in examples for paragraph in example.paragraphs):
             titles.setdefault(paragraph.title, {})[paragraph.body] = None
-        entries = [document(number, body) for number, body in enumerate(b for bodies in titles.values() for b in bodies)]
+        entries = [
+            document(number, body) for number, body in enumerate(b for bodies in titles.values() for b in bodies)
+        ]
         texts = {entry.source: entry for entry in entries}
         ids = iter(entry.chunks[0].chunk_id for entry in entries)
         self.documents = [[next(ids) for _ in bodies] for bodies in titles.values()]
@@ -114,7 +116,9 @@ def main() -> None:
                     count = len(place) * share / 100
                     hits = sum(place[chunk] < count for chunk in asked) / len(asked)
                     rates.setdefault((order.__name__, share), []).append(hits)
-        print(f"{path}: {len(corpus.chunks)} chunks, {len(corpus.documents)} documents, {len(corpus.questions)} questions")
+        print(
+            f"{path}: {len(corpus.chunks)} chunks, {len(corpus.documents)} documents, {len(corpus.questions)} questions"
+        )
         print("computed     " + "".join(f"{share:>9} %" for share in SHARES))
         for order in ORDERS:
             print(f"{order.__name__:12} " + "".join(f"{shown(rates[order.__name__, share]):>11}" for share in SHARES))

@@ -228,7 +228,7 @@ class _Job:
             lead_in = len(self.choices.identity.lead_in.ids)
             text = f"a chunk and its lead-in have {lead_in + length} tokens, the model takes {lead_in + longest}"
             hint = "use a shorter --lead-in or fewer --chunk-tokens"
-            if self._is_other and not self._kept:
+            if self._is_other and not self._changed:
                 raise UsageError(text, hint)
             self.stream.fail(file.entry.path, f"{text}: {hint}")
             return False
