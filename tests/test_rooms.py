@@ -42,9 +42,9 @@ LINES = {
     "api": 429,
     "cache": 4347,
     "checkpoint": 2893,
-    "cli": 4587,
+    "cli": 4578,
     "codec": 3402,
-    "common": 1089,
+    "common": 1088,
     "compress": 1159,
     "corpus": 6110,
     "errors": 130,
@@ -60,15 +60,15 @@ LINES = {
     "remote": 5009,
     "reports": 2626,
     "retrieval": 1971,
-    "serve": 5097,
-    "session": 1577,
+    "serve": 5093,
+    "session": 1578,
     "streaming": 554,
     "top": 246,
     "upkeep": 1072,
     "vllm": 999,
 }
-PRODUCT_LINES = 64_200
-TEST_LINES = 59_908
+PRODUCT_LINES = 64_187
+TEST_LINES = 59_968
 
 
 def room_of(parts: tuple[str, ...]) -> str:

@@ -54,7 +54,7 @@ _END_TIMEOUT = 75.0  # seconds: answers are finished, and the server's own deadl
 _DRAIN = 30.0  # seconds to finish answers
 _UNLIMITED = 1e9  # seconds
 _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
-_MODEL = ("model", "device", "dtype")
+_MODEL, _SERVING = ("model", "device", "dtype"), ("memory_cache", "idle", "idle_load")
 
 # ---- questions ----
 
@@ -152,7 +152,7 @@ def _connected(run: Run, place: Path, request: Request, keep_alive: float) -> so
     run.out.doing("loading the model")
     options = {
         "model": asdict(model) | {"model": placed(model.model)},
-        "memory_cache": run.get(ServeOptions).memory_cache,
+        "serving": {name: getattr(run.get(ServeOptions), name) for name in _SERVING},
         "keep_alive": keep_alive,
     }
     try:
@@ -325,10 +325,10 @@ def _locked(lock: Path, exclusive: bool = True) -> Iterator[int | None]:
 # ---- the process ----
 
 
-def shell_engine(place: Path, model: ModelOptions, memory_cache: int) -> Engine:
+def shell_engine(place: Path, model: ModelOptions, **serving: Any) -> Engine:
     from kvtool.serve.engine import Engine
 
-    options = ServeOptions(memory_cache=memory_cache, keep_conversations=0, request_timeout=_UNLIMITED)
+    options = ServeOptions(**serving, keep_conversations=0, request_timeout=_UNLIMITED)
     return Engine(place, model, _warn, options)
 
 
@@ -341,13 +341,13 @@ class EngineProcess:
         self._socket = socket_path(self._place)
         self._watching: object = None
 
-    def run(self, model: ModelOptions, memory_cache: int) -> None:
+    def run(self, model: ModelOptions, serving: Mapping[str, Any]) -> None:
         from kvtool.serve.app import local_app
         from kvtool.serve.server import Listener, serve
 
         self._record.write()
         self._uuid = _uuid_of(self._place)
-        engine, listeners = shell_engine(self._place, model, memory_cache), list[Listener]()
+        engine, listeners = shell_engine(self._place, model, **serving), list[Listener]()
         try:
             engine.start()
             if (bound := listen(self._socket)) is None:
@@ -416,7 +416,7 @@ def main() -> None:
     os.set_inheritable(options["lock"], False)
     record = EngineRecord(store=options["store"], pid=os.getpid(), log=options["log"], code=code_stamp())
     try:
-        EngineProcess(record, options["keep_alive"]).run(ModelOptions(**options["model"]), options["memory_cache"])
+        EngineProcess(record, options["keep_alive"]).run(ModelOptions(**options["model"]), options["serving"])
     except Exception as error:
         _log(f"error: {error.message if isinstance(error, KvtoolError) else repr(error)}")
     os._exit(0)  # taking torch down takes a second

@@ -223,10 +223,6 @@ class Out:
                 step_over.close()
                 bar = step_over.enter_context(self.progress(label, total, unit))
 
-            def expect(total: float) -> None:
-                if bar is not None:
-                    bar.expect(total)
-
             def advance(count: float) -> None:
                 if bar is not None:
                     bar.advance(count)
@@ -237,7 +233,6 @@ class Out:
 
             yield Events(
                 step=step,
-                expect=expect,
                 advance=advance,
                 status=self.status if self.mode == "jsonl" else self.doing,
                 say=say,

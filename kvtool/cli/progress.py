@@ -43,10 +43,6 @@ class Bar:
         self._bars.advance(self._id, amount)
         self._show(self)
 
-    def expect(self, total: float) -> None:
-        """Set the expected total."""
-        self.task.total = total  # rich's `update` would forget the speed
-
     def text(self) -> str:
         return f"{self.label}: {pace_text(self.task)}"
 

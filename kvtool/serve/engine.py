@@ -40,44 +40,40 @@ class IngestState:
     Attributes
     ----------
     progress : None while nothing is ingested.
-    after_file, now : whether it shall stop, after a file or after a batch. Stored files stay, and the next ingest goes
-        on.
+    ending : whether it shall stop. What is stored stays, and the next ingest goes on.
     """
 
     def __init__(self) -> None:
         self.progress: dict[str, Any] | None = None
-        self.after_file = self.now = False
+        self.ending = False
 
     @contextmanager
     def noted(self) -> Iterator[Events]:
         kept = 0
 
-        def check(is_file: bool) -> None:
-            if self.now or (self.after_file and is_file):
+        def check() -> None:
+            if self.ending:
                 went = f"{kept} {'file was' if kept == 1 else 'files were'} kept"
                 raise EndedError(f"the server ends: the ingest has stopped, {went}", "send it again to continue")
 
         def step(label: str, total: int, unit: str) -> None:
             self.progress = {"step": label, "done": 0, "total": total, "unit": unit}
 
-        def expect(total: float) -> None:
-            self.progress = {**(self.progress or {}), "total": total}
-
         def advance(count: float) -> None:
-            check(False)
+            check()
             progress = self.progress or {}
             self.progress = {**progress, "done": progress.get("done", 0) + count}
 
         def left(path: str, why: str) -> None:
-            check(True)
+            check()
 
         def took(path: str, what: str, chunks: int) -> None:
             nonlocal kept
             kept += what != "removed"
-            check(True)
+            check()
 
         try:
-            yield Events(step=step, expect=expect, advance=advance, failed=left, skipped=left, took=took)
+            yield Events(step=step, advance=advance, failed=left, skipped=left, took=took)
         finally:
             self.progress = None
 
@@ -124,11 +120,11 @@ class Engine:
         self.scheduler.start()
 
     def refuse(self) -> None:
-        self.ingesting.after_file = True
+        self.ingesting.ending = True
         self.scheduler.refuse()
 
     def halt(self) -> None:
-        self.ingesting.now = True
+        self.ingesting.ending = True
 
     def close(self) -> None:
         self.halt()

@@ -357,7 +357,7 @@ READING: Table = {
     "too many requests, once": {"http": Cell(once(Answer(429, error_body("SlowDown"), {"Retry-After": "0"})))},
     "it fails": {
         "file": Cell(reads_fail(errno.EIO), EXIT_FAILED, "Input/output error"),
-        "redis": Cell(holds_another_type, EXIT_FAILED, "WRONGTYPE"),
+        "redis": Cell(holds_another_type, EXIT_DAMAGED, "cannot be read"),
         "http": Cell(answers(500, "InternalError"), EXIT_FAILED, "500 InternalError"),
     },
     "it fails once": {"http": Cell(once(Answer(500, error_body("InternalError"))))},

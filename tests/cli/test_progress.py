@@ -115,9 +115,8 @@ def test_a_bar_on_a_terminal(encoding: str, make: Make, monkeypatch: pytest.Monk
     out, stdout, stderr = make(encoding=encoding, tty=True)
     with out.spinning("starting"), out.progress("prefill [x]", total=100) as bar:
         bar.advance(60)
-        bar.expect(90)
         out.warning("odd [red]name[/red]")
-    assert "60/90 tokens, " in stderr.text
+    assert "60/100 tokens, " in stderr.text
     assert "tokens/s" in stderr.text
     warning = stderr.text.partition("odd [red]name[/red]")[0].rpartition("\x1b[2K")[2]
     assert "tokens" not in warning  # the bar was taken away
@@ -180,8 +179,6 @@ def test_no_time_is_foretold_by_the_first_steps_of_many(monkeypatch: pytest.Monk
             assert "left" not in bar.text()
         bar.advance(100)
         assert bar.text() == "KV: 400/8,000 tokens, 18 tokens/s, 0:06:58 left"
-        bar.expect(800)
-        assert bar.text() == "KV: 400/800 tokens, 18 tokens/s, 0:00:22 left"
 
 
 def test_a_speed_is_known_where_each_step_takes_minutes(monkeypatch: pytest.MonkeyPatch) -> None:

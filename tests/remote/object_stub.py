@@ -8,8 +8,10 @@ import http.client
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, suppress
+from datetime import UTC, datetime
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -222,7 +224,7 @@ class ObjectServer(HttpServer):
         if request.method == "PUT":
             if not self._may_replace(request):
                 return Answer(412)
-            self._version += 1
+            self._version = max(self._version + 1, int(time.time() * 1e6))  # which is the object's time, too
             self.objects[request.name] = request.body, self._version
             return Answer(201, headers=self._tags(self._version))
         if request.name not in self.objects:
@@ -265,7 +267,8 @@ class GoogleServer(ObjectServer):
         names, more = self._page(request, request.query.get("continuation-token", ""))
         rows = "".join(
             f"<Contents><Key>{escape(name)}</Key><Size>{len(self.objects[name][0])}</Size><ETag>1</ETag>"
-            "<LastModified>2026-11-24T00:00:00.000Z</LastModified></Contents>"
+            f"<LastModified>{datetime.fromtimestamp(self.objects[name][1] / 1e6, UTC).isoformat()}</LastModified>"
+            "</Contents>"
             for name in names
         )
         token = f"<NextContinuationToken>{escape(more)}</NextContinuationToken>" if more else ""
@@ -289,7 +292,8 @@ class AzureServer(ObjectServer):
             return self._batch(request)
         names, more = self._page(request, request.query.get("marker", ""))
         rows = "".join(
-            f"<Blob><Name>{escape(name)}</Name><Properties><Last-Modified>{formatdate(usegmt=True)}</Last-Modified>"
+            f"<Blob><Name>{escape(name)}</Name><Properties>"
+            f"<Last-Modified>{formatdate(self.objects[name][1] / 1e6, usegmt=True)}</Last-Modified>"
             f"<Content-Length>{len(self.objects[name][0])}</Content-Length><Etag>1</Etag>"
             "<Content-Type>application/octet-stream</Content-Type></Properties></Blob>"
             for name in names

@@ -254,7 +254,7 @@ def test_sigterm_lets_answers_end(store: Path) -> None:
 
 
 def test_an_answer_may_take_its_time(store: Path) -> None:
-    engine = shell_engine(store, ModelOptions(), 0)
+    engine = shell_engine(store, ModelOptions(), memory_cache=0)
     assert engine.submit(Ask(Request(QUESTION), QueryOptions()), print).timeout > 10**8
     engine.close()
 

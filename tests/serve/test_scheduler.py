@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import queue
 import random
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 
 import kvtool
-from kvtool.core.errors import KvtoolError, KvtoolWarning
+from kvtool.core.errors import KvtoolError
 from kvtool.core.model.generate import ContinuousBatch
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import QueryOptions
@@ -26,7 +25,7 @@ from kvtool.serve.engine import Engine
 from kvtool.serve.job import Answer, Ask, BusyError, Event, FairQueue, Job, LeftError
 from kvtool.serve.scheduler import Scheduler
 from kvtool.serve.unix_socket import ask, connect, socket_path
-from tests.cli.working import LAYERS, QUESTION, chunks_of, drop_records
+from tests.cli.working import LAYERS, QUESTION
 from tests.serve.conftest import PATIENCE, Served, of_shell, serving, turned, wait_until
 from tests.serve.test_hostile import CHAT, body, posted
 
@@ -313,25 +312,6 @@ def test_what_goes_wrong_with_a_prompt_leaves_the_others_alone(ready: Path, monk
         ends = one.asked((QUESTION, LONG), (OTHER, SHORT))
     assert isinstance(ends[OTHER], KvtoolError)
     assert text_of(ends[QUESTION]) == alone(ready, QUESTION, LONG)
-
-
-def test_what_is_kept_of_an_answer_is_made_between_the_others(
-    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = QueryOptions(max_tokens=6, fusion="reuse")
-    lost = [chunk for number in range(6) for chunk in chunks_of(store, f"mill{number}.md")]
-    drop_records(store, *lost)
-    with pytest.warns(KvtoolWarning, match="computed in place"):
-        expected = alone(Path(shutil.copytree(store, tmp_path / "other")), OTHER, options)
-    with watched(store, monkeypatch) as one:
-        ends = one.asked((QUESTION, LONG), (OTHER, options))
-        again = one.asked((OTHER, options))[OTHER]
-    assert one.gave_way["keeping"] >= LAYERS
-    assert one.steps["keeping"] > 0
-    assert text_of(ends[OTHER]) == expected
-    assert isinstance(again, Answer)
-    assert {chunk.status for chunk in again.chunks} == {"hit"}
-    assert text_of(ends[QUESTION]) == alone(store, QUESTION, LONG)
 
 
 def test_an_end_does_not_wait_for_a_prompt(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:

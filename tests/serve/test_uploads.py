@@ -25,7 +25,7 @@ from kvtool.core.query.reply import Request
 from kvtool.core.upkeep.forget import pin
 from kvtool.serve.job import Ask
 from tests.cli.working import QUESTION
-from tests.serve.conftest import Served, ask, serving, wait_until
+from tests.serve.conftest import Served, serving
 
 DOCUMENTS = "/v1/documents"
 ROWS = '{"id": "r1", "text": "The kite is in Oslo."}\n{"id": "r2", "text": "The mill is in Bergen."}\n'
@@ -166,9 +166,9 @@ def test_what_an_interrupted_ingest_left_can_be_removed(uploads: Path, served: S
     file = uploads / "a.md"
     with served.client as client:
         for named in ("a.md", str(file)):
-            served.engine.ingesting.now = True
+            served.engine.ingesting.ending = True
             refused(send(client, "a.md", "The kite is in Oslo."), 503)
-            served.engine.ingesting.now = False
+            served.engine.ingesting.ending = False
             assert file.exists()
             assert forget(client, named).json()["deleted"] == [str(file)]
             assert not file.exists()
@@ -390,22 +390,6 @@ def test_of_several_those_that_fitted_stay(store: Path, uploads: Path, client: h
     full(client.post(DOCUMENTS, json={"documents": rows}))
     listed = sources(client) - owners
     assert listed == {str(path) for path in uploads.glob("*.md")}
-
-
-def test_a_hole_is_not_filled_over_the_budget(store: Path) -> None:
-    """A question of its own, as a shell asks it, stores what it had to compute."""
-    with Store.open(store) as opened, opened.writer() as writer:
-        writer.drop_level([*opened.chunk_ids()], "raw")
-    with kvtool.open(store) as cache:
-        cache.set_budget(1000)
-    with serving(store) as served:
-        ask(served.engine, QUICK)
-        wait_until(lambda: any("could not be stored" in text and "over its budget" in text for text in served.warnings))
-        assert not any(kept(store).values())
-        with kvtool.open(store) as cache:
-            cache.set_budget(None)
-        ask(served.engine, QUICK)
-        wait_until(lambda: any(kept(store).values()))
 
 
 def test_a_name_that_is_sent_twice_at_once_leaves_the_former_version(

@@ -27,7 +27,6 @@ class Events:
     """Callbacks of a running job; by default they do nothing."""
 
     step: Callable[[str, int, str], None] = warn_nobody  # label, total, unit: the part before it is over
-    expect: Callable[[float], None] = warn_nobody  # total units of this part; it may be an estimate
     advance: Callable[[float], None] = warn_nobody  # more units of this part that are done, whole or not
     status: Callable[[str], None] = warn_nobody  # a part of the work that has no count
     say: Callable[[str, str], None] = warn_nobody  # text, hint: what the user should know beforehand

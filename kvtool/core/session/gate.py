@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from kvtool.core.fusion.prefix_cache import ReadPart, StoredPrefix
 
 _Number = TypeVar("_Number", int, float)
-MAX_CHUNKS, MAX_TOKENS = 3, 256
+MAX_CHUNKS, MAX_TOKENS = 3, 32  # of the laws that are checked at a model's first use, which a person waits for
+_MAX_COMPARED = 256  # tokens of a chunk whose records of another arithmetic are compared
 _MAX_PREFIX_TOKENS = 768  # of a compared prefix: a state cannot be cut
 _COPIED = 32  # first tokens of each chunk that the copy task is made of
 _CANDIDATES = 8  # of the store's chunks, to find some that can be read
@@ -299,8 +300,8 @@ def _chunks_of(
             if info and level and (info.arithmetic, info.lead_in) == (maker, identity.lead_in.digest()):
                 shapes = [stored_shape(shape, len(info.token_ids)) for shape in decoder.shapes]
                 kv = read_chunk(store, chunk_id, level, len(shapes), shapes=shapes)
-                cut = ([side[:, :MAX_TOKENS] for side in sides] for sides in (kv.keys, kv.values))
-                yield info.token_ids[:MAX_TOKENS], ChunkKV(*cut)
+                cut = ([side[:, :_MAX_COMPARED] for side in sides] for sides in (kv.keys, kv.values))
+                yield info.token_ids[:_MAX_COMPARED], ChunkKV(*cut)
 
 
 def _compare_records(
