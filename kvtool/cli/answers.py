@@ -11,7 +11,7 @@ from kvtool.cli.out import Out
 from kvtool.cli.terminal import clean
 from kvtool.core.common.marks import Place, as_named_here
 from kvtool.core.common.text import counted
-from kvtool.core.query.reply import marked
+from kvtool.core.query.reply import NO_KV, marked
 
 if TYPE_CHECKING:
     from kvtool.core.query.reply import ChunkSpans, Reply, ReplyChunk
@@ -116,9 +116,11 @@ def show_numbers(out: Out, facts: Facts, steps: int, stepper: str) -> None:
     show_decision(out, facts)
     _show_rounds(out, facts)
     tokens, timing = facts["tokens"], facts["timing_ms"]
+    new = facts.get("reasons", {}).get(NO_KV, 0)
     out.status(
         f"{facts['fusion']}: first token after {timing['ttft']:.0f} ms; {tokens['prompt']} prompt tokens: "
         f"{tokens['reused']} reused, {tokens['recomputed']} recomputed, {tokens['fresh']} fresh"
+        + (f" ({new} of passages without KV yet)" if new else "")
         + (f"; {tokens['dropped']} more are not stored" if tokens["dropped"] else "")
     )
     if cut := facts.get("chunks_omitted"):

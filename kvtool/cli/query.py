@@ -117,7 +117,7 @@ def query(
             return _answer_batch(run, store, finder, requests, options, modes, timeline)
         retrieved = retrieve(store, finder, requests[0], options, timeline=timeline)
         options.check_of(store_identity(store), modes or ())  # before the model is loaded
-        session = load_session(run, store, finder, timeline, stores_missed=modes is not None)
+        session = load_session(run, store, finder, timeline, stores_missed=modes is not None or store.is_front)
         if modes is None:
             _answer(run, session, requests[0], options, retrieved)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from kvtool.serve.options import IdleOptions
 
 if TYPE_CHECKING:
     from kvtool.core.cache.entries import ChunkSpec
+    from kvtool.core.session.due import DueChunk
     from kvtool.core.session.session import Session
 
 _AT_ONCE = 512  # tokens of a step, unless a single chunk has more
@@ -29,7 +30,7 @@ class Interrupted(Exception):
 class IdleWork:
     def __init__(self, options: IdleOptions) -> None:
         self._options = options
-        self._due: list[ChunkSpec] = []  # the next one last
+        self._due: list[DueChunk] = []  # the next one last
         self._revision = -1  # of the documents that `_due` was read from
         self._not_before = 0.0  # by `time.monotonic()`
 
@@ -65,13 +66,13 @@ class IdleWork:
         self._drop(session, chunks)
 
     def _next(self, session: Session) -> list[ChunkSpec]:
-        missed = [*session.missed.values()] if session.missed is not None else []
+        from kvtool.core.session.due import due, specs_of
+
+        missed: Iterable[ChunkSpec] = [*(session.missed or {}).values()]
         if not missed and self._options.idle == "all":
             if (revision := session.store.documents_revision()) != self._revision:
-                from kvtool.core.session.due import due
-
-                self._due, self._revision = due(session.store, session.identity)[::-1], revision
-            missed = self._due[: -1 - _AT_ONCE : -1]
+                self._due, self._revision = due(session.store)[::-1], revision
+            missed = specs_of(session.store, session.identity, reversed(self._due))
         chosen: list[ChunkSpec] = []
         tokens = 0
         for chunk in missed:

@@ -125,7 +125,7 @@ def test_130_and_143(number: signal.Signals, code: int, tiny: Path, tmp_path: Pa
     assert out.count("\n") == 1
     assert f'"exit_code": {code}' in out
     kept = len(listing(store))
-    assert 10 <= kept < 150
+    assert kept >= 10
     assert damages(store) == []
     again = kvtool(*args).fine().json
     assert again["documents"]["unchanged"] == kept

@@ -185,7 +185,7 @@ def test_each_question_is_searched_for_once(store: Path, tmp_path: Path, monkeyp
 
 
 def test_an_interrupted_question(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*given: Any) -> Any:
+    def interrupt(*given: Any, **more: Any) -> Any:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(query, "load_session", interrupt)

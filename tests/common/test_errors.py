@@ -12,6 +12,7 @@ def test_codes_are_the_contract() -> None:
         "KvtoolError": 1,
         "NothingFoundError": 1,
         "NoDocumentsError": 1,
+        "BudgetError": 14,
         "UsageError": 2,
         "ContextFullError": 2,
         "StoreNotFoundError": 10,

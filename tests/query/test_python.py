@@ -25,7 +25,7 @@ from kvtool.core.query.answer import answer
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Reply, Request, read_batch
 from kvtool.core.session.session import Session
-from tests.cli.working import CHUNKS, QUESTION, SEEN, chunks_of, drop_records, kvtool, listing
+from tests.cli.working import CHUNKS, QUESTION, SEEN, break_record, chunks_of, kvtool, listing
 
 NEW = "# The windmill\n\nThe windmill on the hill was built by Zacharias in 1888. It pumps water."
 OPTIONS = QueryOptions(max_tokens=4, top_k=3)
@@ -255,7 +255,7 @@ def test_threads_ingest_while_others_ask(cache: Cache, corpus: Path) -> None:
 
 
 def test_a_python_user_is_warned(store: Path) -> None:
-    drop_records(store, *chunks_of(store, "mill0.md"))
+    break_record(store, chunks_of(store, "mill0.md")[0], 1)
     with package.open(store) as opened, pytest.warns(package.KvtoolWarning, match="computed in place") as told:
         opened.query("first mill", documents=["mill0.md"], max_tokens=1)
     assert {one.filename for one in told} == {__file__}

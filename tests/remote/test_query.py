@@ -214,7 +214,7 @@ def test_missing_chunks_are_computed(mode: str, store: Path, far: Link, monkeypa
         writer.drop_level([bytes.fromhex(used[1])], "raw")
     kvtool("store", "push", far.home, "--store", store, "--delete").fine()
     wreck(far.home, used[-1], "raw", 1)
-    kvtool("query", QUESTION, "--store", store, "--fusion", mode, *SHORT).fine()  # which makes it again, here
+    kvtool("query", QUESTION, "--store", store, "--compare", mode, *SHORT).fine()  # which makes it again, here
     ask(far.url, mode="full").fine()
     far.rate = 2e5  # about a second for all the others
     done = ask(far.url, *SLO, mode=mode)

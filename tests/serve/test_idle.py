@@ -62,7 +62,8 @@ def test_a_question_ends_the_work_before_the_next_layer(
     with serving(store, idle="none") as served:
         ask(served.engine, QUICK)
         session, work = served.engine._loaded.session(), served.engine.scheduler._idle
-        assert session.missed
+        wait_until(lambda: session.missed)
+        assert session.missed is not None
         wanted = dict(session.missed)
 
         def pause() -> None:

@@ -220,12 +220,14 @@ def read_attention(config: Mapping[str, Any]) -> Attention:
         raise UnlistedArchitecture("the configuration has a window, which the family does not know")
     windows = _windows(family, config, layers)
     stated = config.get("rope_parameters") or {}
+    if (softcap := config.get("attn_logit_softcapping")) == 0:
+        raise UnlistedArchitecture("scores are capped at 0")
     names = [name for name, rope in stated.items() if isinstance(rope, Mapping)] or [""]
     rotations = _rotations(config, names, layers)
     if family.rotates_windows and any(windows):
         rotations = tuple(name if each else None for name, each in zip(rotations, windows, strict=True))
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    kv_heads, softcap = config.get("num_key_value_heads") or heads, config.get("attn_logit_softcapping")
+    kv_heads = config.get("num_key_value_heads") or heads
     return Attention(kv_heads, head_dim, softcap, family.sinks, windows, rotations)
 
 

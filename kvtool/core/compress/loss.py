@@ -207,7 +207,7 @@ class HeavyRows:
         left = [(chunk, ids) for chunk, ids in dict(chunks).items() if chunk not in self._worth]
         for first in range(0, len(left), _TOGETHER):
             some = left[first : first + _TOGETHER]
-            made = repeated(self._session.decoder, self._session.lead_in, [ids for _, ids in some])
+            made = repeated(self._session.decoder, self._session.lead_ins.own, [ids for _, ids in some])
             self._worth.update(zip((chunk for chunk, _ in some), made, strict=True))
 
     def of(self, chunk: bytes, ids: Ids, level: str) -> Ids:

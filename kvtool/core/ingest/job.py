@@ -30,8 +30,8 @@ from kvtool.core.ingest.report import (
 )
 from kvtool.core.ingest.stream import Choices, NewChunks, Stream, Texts
 from kvtool.core.ingest.survey import PreparedFile
-from kvtool.core.session.due import due
-from kvtool.core.session.identity import MeasuredLosses, lead_ins_of
+from kvtool.core.session.due import DueChunk, due, specs_of
+from kvtool.core.session.identity import MeasuredLosses
 
 if TYPE_CHECKING:
     from kvtool.core.ingest.storer import Storer
@@ -142,17 +142,16 @@ class _Job:
         report, store = self.account.report, self.stream.store
         self.stream.begin()
         new_chunks, identity = NewChunks(store), self.choices.identity
-        missing: dict[bytes, ChunkSpec] = {}
+        missing: dict[bytes, int] = {}  # tokens, by chunk
         paths = set[str]()
         for file in self.stream:
             self.account.count_file(file)
             paths.add(file.entry.path)
-            missing |= {chunk.chunk_id: chunk for chunk in new_chunks.of(file)}
+            missing |= {chunk.chunk_id: len(chunk.ids) for chunk in new_chunks.of(file)}
         paths |= {entry.path for entry in self.stream.gone}
         if not identity.keeps_states:
-            missing |= {} if store is None else {chunk.chunk_id: chunk for chunk in due(store, identity, paths)}
-            report.chunks.computed = len(missing)
-            report.tokens = sum(len(chunk.ids) for chunk in missing.values())
+            missing |= {} if store is None else {chunk.chunk_id: chunk.tokens for chunk in due(store, paths)}
+            report.chunks.computed, report.tokens = len(missing), sum(missing.values())
         report.forecast = self._forecast(store, report.tokens)
         report.chunks.reused = new_chunks.reused
         report.documents.removed = sum(len(entry.documents) for entry in self.stream.gone)
@@ -259,20 +258,19 @@ class _Job:
     # ---- KV ----
 
     def _store_kv(self, store: Store, writer: Writer) -> None:
-        chunks = due(store, self.choices.identity)
-        self._first = chunks[:_GATE_CHUNKS]
+        chunks = due(store)
         if chunks and self.options.lazy:
             self.account.report.left = left_of(chunks, "lazy")
         if self.options.lazy or not (chunks or self._needs_prefix(store)):
             return
-        ahead = self.account.report.forecast = self._forecast(store, sum(len(chunk.ids) for chunk in chunks))
+        ahead = self.account.report.forecast = self._forecast(store, sum(chunk.tokens for chunk in chunks))
         if ahead is not None and ahead.is_noted:
             self.account.events.say(ahead.text(), ahead.advice())
         storer, reason = None, "size"
         try:
             writer.require_room()  # a model is seconds to load
             storer = self._storer(store, writer)
-            self._compute(storer, chunks)
+            self._compute(store, storer, chunks)
             reason = "time"
         except BudgetError as error:
             self.account.warn(f"{error.message}: no more KV is stored", error.hint)
@@ -282,17 +280,20 @@ class _Job:
             writer.flush()
             if self.account.report.tokens:
                 self.account.remember_speed(store, self.choices.identity.fingerprint)
-        if rest := [chunk for chunk in chunks if not store.has_chunk(chunk.chunk_id)]:
+        stored = {*store.ids_here()}
+        if rest := [chunk for chunk in chunks if chunk.chunk_id not in stored]:
             self.account.report.left = left_of(rest, reason)
             self.account.report.chunks.computed = len(chunks) - len(rest)  # the last ones may not have fitted
 
-    def _compute(self, storer: Storer, chunks: Sequence[ChunkSpec]) -> None:
+    def _compute(self, store: Store, storer: Storer, chunks: Sequence[DueChunk]) -> None:
         if not chunks:
             return
+        identity = self.choices.identity
+        self._first = [*specs_of(store, identity, chunks[:_GATE_CHUNKS])]
         limit = self.options.compute_for
         until = math.inf if limit is None else time.monotonic() + limit
-        self.account.begin_computing(sum(len(chunk.ids) for chunk in chunks))
-        storer.store(chunks, lambda: time.monotonic() >= until)
+        self.account.begin_computing(sum(chunk.tokens for chunk in chunks))
+        storer.store(specs_of(store, identity, chunks), lambda: time.monotonic() >= until)
 
     def _forecast(self, store: Store | None, tokens: int) -> Forecast | None:
         if not tokens or self.choices.identity.keeps_states:
@@ -330,7 +331,7 @@ class _Job:
         decoder = session.decoder
         profile = session.profiles.current() if level_of(options.level).nested else None
         with self.account.phase("lead_in"), decoder.turns.turn():
-            lead_ins = lead_ins_of(session.identity, decoder)
+            lead_ins = session.lead_ins
         return ChunkStorer(writer, self.account, decoder, lead_ins, options.level, profile)
 
     # ---- the model ----

@@ -24,6 +24,7 @@ from kvtool.core.corpus.walk import Failure, FoundFile, Skip, Skipped, places
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.ingest.survey import PreparedFile
+from kvtool.core.session.due import DueChunk
 from kvtool.core.session.identity import StoreIdentity
 
 PHASES = {
@@ -67,8 +68,8 @@ class Left:
     reason: str
 
 
-def left_of(chunks: Sequence[ChunkSpec], reason: str) -> Left:
-    return Left(len(chunks), sum(len(chunk.ids) for chunk in chunks), reason)
+def left_of(chunks: Sequence[DueChunk], reason: str) -> Left:
+    return Left(len(chunks), sum(chunk.tokens for chunk in chunks), reason)
 
 
 @dataclass(frozen=True, slots=True)

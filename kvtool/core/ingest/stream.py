@@ -37,7 +37,7 @@ from kvtool.core.ingest.survey import (
     vanished,
 )
 from kvtool.core.model.options import DEFAULT_MODEL, DEFAULT_SYSTEM
-from kvtool.core.session.identity import LeadInIds, StoreIdentity, check_same_model, resolve_named
+from kvtool.core.session.identity import LeadInIds, StoreIdentity, check_same_model, is_same_model, resolve_named
 
 _NO_LEAD_IN = "none"
 _TEXT_SIZE, _TEXT_SECONDS = 2**23, 1.0  # characters and age of texts that wait for a commit
@@ -53,6 +53,9 @@ class Choices:
         self._options, self._once = options, once
         self.known = StoreIdentity.from_manifest(store.manifest()) if store is not None else None
         self.made_by = store.made_by() if store is not None else HERE
+        self._may_change = (
+            options.model is not None and store is not None and not store.has_kv and not store.stretches()
+        )
 
     @cached_property
     def files(self) -> ModelFiles:
@@ -71,7 +74,8 @@ class Choices:
         if self.known is not None and self.made_by.is_foreign:
             return self._agreed(self.known)
         split = self._options.splitting or (self.known.split if self.known else SplitSettings())
-        if self.known is None:
+        if self.known is None or (self._may_change and not is_same_model(self.files, self.known)):
+            self.known = None  # of a store without KV, another model may take the place
             return self._new_identity(split)
         check_same_model(self.files, self.known)
         if self._options.store_dtype not in (None, kept := self.known.dtype):
@@ -328,16 +332,19 @@ class NewChunks:
 
     def __init__(self, store: Store | None) -> None:
         self._store = store
+        self._known = {*store.chunk_ids()} if store is not None else set[bytes]()
         self._seen: set[bytes] = set()
         self.reused = 0
 
     def of(self, file: PreparedFile) -> list[ChunkSpec]:
         first = {chunk.chunk_id: chunk for chunk in file.chunks if chunk.chunk_id not in self._seen}
         self._seen.update(first)
-        if self._store is None:
+        if (store := self._store) is None:
             return [*first.values()]
-        self.reused += sum(map(self._store.serves_own, first))
-        return [chunk for key, chunk in first.items() if not self._store.describes_own(key)]
+        known = self._known.intersection(first)
+        self.reused += sum(map(store.serves_own, known))
+        own = {*filter(store.describes_own, known)}
+        return [chunk for key, chunk in first.items() if key not in own]
 
     def orphaned(self, paths: Collection[str], keep: bytes) -> int:
         """Count the stored chunks that nothing but `keep` refers to once these files are gone. Raises DamagedError."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,7 +30,6 @@ from kvtool.core.model.generate import GreedyPrefix, greedy_prefix
 from kvtool.core.query.reply import NO_KV, OWN_TEXT, Round
 from kvtool.core.records.encode import LeadIns
 from kvtool.core.records.read import repair_chunks
-from kvtool.core.session.identity import lead_ins_of
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
@@ -235,11 +234,10 @@ def _repair_holes(session: Session, holes: Sequence[Segment]) -> None:
 
 def store_missed(session: Session, chunks: Sequence[ChunkSpec]) -> None:
     """Compute and store chunks, alone behind the lead-in. Raises KvtoolError: the store is locked or full."""
-    decoder, identity = session.decoder, session.identity
-    lead_ins = cache(lambda: lead_ins_of(identity, decoder))
+    decoder, prefix_id = session.decoder, session.identity.prefix_id
 
     def lead_ins_for(chunk: ChunkSpec) -> LeadIns:
-        return LeadIns.nothing(decoder) if chunk.chunk_id == identity.prefix_id else lead_ins()
+        return LeadIns.nothing(decoder) if chunk.chunk_id == prefix_id else session.lead_ins
 
     repair_chunks(session.store, decoder, session.profiles, lead_ins_for, chunks)
 

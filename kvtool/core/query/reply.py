@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _SHOWN = 400  # characters of an answer that Python shows
 _CHUNKS_SHOWN = 12
 DROPPED = "dropped"
-NO_KV = "it has no KV yet"  # why a chunk was computed: nothing of it was stored, as before its first use
+NO_KV = "not stored yet"  # why a chunk was computed: it has no KV, as before its first use
 OWN_TEXT = "the client's own text"
 """Why tokens of a prompt are computed that no chunk ever was (query/prompt.py)."""
 

@@ -93,7 +93,7 @@ def compute_alone(session: Session, segment: Segment, going: Callable[[], bool])
     """Return a segment's KV after the store's lead-in, as ingest would store it: on the CPU the same bits. None:
     `going` said to stop."""
     is_prefix = segment.source.chunk_id == session.identity.prefix_id
-    lead_in = LeadIn(session.decoder, ()) if is_prefix else session.lead_in
+    lead_in = LeadIn(session.decoder, ()) if is_prefix else session.lead_ins.own
     try:
         return prefill_chunks(session.decoder, lead_in, [PrefillItem(segment.ids)], going=going)[0]
     except PrefillStopped:

@@ -31,7 +31,7 @@ LAYER = 1
 _LARGEST = torch.finfo(torch.float16).max
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LeadIns:
     """The lead-in of chunks, and the other one that sensitivity is measured against; None: it is not measured."""
 

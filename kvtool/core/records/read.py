@@ -150,9 +150,11 @@ def repair_chunks(
     """Drop the records of some chunks that cannot be read; prefill and store those chunks of which no lossless level is
     left. `lead_ins`: what a chunk is prefilled after. Raises KvtoolError: the store is locked, full or read-only."""
     with store.writer() as writer:
-        for chunk in chunks:
-            if not _drop_unreadable(store, writer, decoder, profiles, chunk):
-                (records,) = make(decoder, lead_ins(chunk), [chunk])
+        lost = [chunk for chunk in chunks if not _drop_unreadable(store, writer, decoder, profiles, chunk)]
+        after = [lead_ins(chunk) for chunk in lost]
+        for before in dict.fromkeys(after):
+            batch = [chunk for chunk, own in zip(lost, after, strict=True) if own is before]
+            for records in make(decoder, before, batch):
                 writer.put_chunk(records.chunk_id, records.info, records.level, records.layers)
 
 

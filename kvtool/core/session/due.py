@@ -2,42 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 
-from kvtool.core.cache.entries import ChunkSpec, DocumentEntry
+from kvtool.core.cache.entries import ChunkSpec
 from kvtool.core.cache.store import Store
-from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError
 from kvtool.core.session.identity import NEIGHBOUR, StoreIdentity
 
 
-def due(store: Store, identity: StoreIdentity, without: Collection[str] = ()) -> list[ChunkSpec]:
+@dataclass(frozen=True, slots=True)
+class DueChunk:
+    """A chunk without KV. `before`: id of the one before it in its document; b"": it is the first."""
+
+    chunk_id: bytes
+    tokens: int
+    before: bytes
+
+
+def due(store: Store, without: Collection[str] = ()) -> list[DueChunk]:
     """List the chunks of the store's own documents that have no KV: those that questions missed by their LRFU score,
-    then the others in the order of documents. `without`: paths of files that are left out. Chunks that were made with
-    another lead-in or model are not among them. Further signs of what will be asked were measured, and do not pay:
-    samples/results/first_question.md."""
-    if not {*store.chunk_ids()}.difference(store.ids_here()):
-        return []
-    missing: dict[bytes, ChunkSpec] = {}
-    for entry in store.files():
+    then the others in the order of documents. `without`: paths of files that are left out. Further signs of what will
+    be asked were measured, and do not pay: samples/results/first_question.md."""
+    missing = {*store.chunk_ids()}.difference(store.ids_here())
+    found: dict[bytes, DueChunk] = {}
+    for entry in store.files() if missing else ():
         for source in () if entry.origin.is_foreign or entry.path in without else entry.documents:
             with suppress(DamagedError):  # `verify` reports it
-                if (document := store.document(source)) is not None:
-                    missing |= {chunk.chunk_id: chunk for chunk in _missing(store, identity, document)}
-    warmth = store.warmth()
-    return sorted(missing.values(), key=lambda chunk: -warmth.get(chunk.chunk_id, 0.0))
+                refs = document.chunks if (document := store.document(source)) is not None else ()
+                befores = [b"", *(ref.chunk_id for ref in refs)]
+                for ref, before in zip(refs, befores, strict=False):
+                    if ref.chunk_id in missing:
+                        found.setdefault(ref.chunk_id, DueChunk(ref.chunk_id, ref.tokens, before))
+    warmth = store.warmth() if found else {}
+    return sorted(found.values(), key=lambda chunk: -warmth.get(chunk.chunk_id, 0.0))
 
 
-def _missing(store: Store, identity: StoreIdentity, document: DocumentEntry) -> Iterator[ChunkSpec]:
-    before: Ids = ()
-    for ref in document.chunks:
-        is_missing = not store.has_chunk(ref.chunk_id)
-        if not is_missing and identity.lead_in.mode != NEIGHBOUR:
-            continue
-        info = store.chunk_info(ref.chunk_id)
-        ids = () if info is None else info.token_ids
-        chunk = identity.wanted(ids, before if identity.lead_in.mode == NEIGHBOUR else ())
-        if is_missing and chunk.chunk_id == ref.chunk_id:
-            yield chunk
-        before = ids
+def specs_of(store: Store, identity: StoreIdentity, chunks: Iterable[DueChunk]) -> Iterator[ChunkSpec]:
+    """Yield what to compute of chunks; none of those that were made with another lead-in or model."""
+    follows = identity.lead_in.mode == NEIGHBOUR
+    for chunk in chunks:
+        with suppress(DamagedError):
+            info, before = store.chunk_info(chunk.chunk_id), None
+            if follows and chunk.before:
+                before = store.chunk_info(chunk.before)
+            if info is not None:
+                spec = identity.wanted(info.token_ids, () if before is None else before.token_ids)
+                if spec.chunk_id == chunk.chunk_id:
+                    yield spec

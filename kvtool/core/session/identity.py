@@ -190,9 +190,13 @@ def resolve_named(name: str | None, stored: str, made_by: Origin, offline: bool,
         raise ModelError(problem, f"if you want it, say so: --model {shlex.quote(stored)}") from error
 
 
+def is_same_model(files: ModelFiles, identity: StoreIdentity) -> bool:
+    return model_fingerprint(files, identity.dtype) == identity.fingerprint
+
+
 def check_same_model(files: ModelFiles, identity: StoreIdentity) -> None:
     """Raises ModelError if weights, configuration or tokenizer differ from those of the store's model."""
-    if model_fingerprint(files, identity.dtype) != identity.fingerprint:
+    if not is_same_model(files, identity):
         raise ModelError(
             f"the store was built with another model than {files.ref} (it was {identity.model})",
             "use that model, or another --store for this one",

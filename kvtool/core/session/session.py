@@ -21,6 +21,7 @@ from kvtool.core.session.identity import (
     MeasuredLosses,
     ProfileCache,
     StoreIdentity,
+    lead_ins_of,
     model_files,
     store_identity,
     stored_result,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from kvtool.core.fusion.plan import Segment
     from kvtool.core.fusion.prefix_cache import StoredPrefix
     from kvtool.core.model.decoder import Decoder
-    from kvtool.core.model.prefill import LeadIn
+    from kvtool.core.records.encode import LeadIns
     from kvtool.core.session.learned import LearnedStore
     from kvtool.core.session.speeds import SpeedBook
 
@@ -121,13 +122,13 @@ class StoreModel:
 
 @dataclass(slots=True)
 class StoreState:
-    """What is read of a store, and changes with it; `revision`: of the store when it was read. `lead_in`,
+    """What is read of a store, and changes with it; `revision`: of the store when it was read. `lead_ins`,
     `conformance`: None until they are computed."""
 
     identity: StoreIdentity
     losses: MeasuredLosses
     revision: int = -1
-    lead_in: LeadIn | None = None
+    lead_ins: LeadIns | None = None
     conformance: ConformanceResult | None = None
 
 
@@ -182,7 +183,7 @@ class Session:
         if identity.fingerprint != state.identity.fingerprint:
             raise ModelError(f"the store at {self.store.path} is another model's now", "open it again")
         if identity != state.identity:
-            state.identity, state.lead_in = identity, None
+            state.identity, state.lead_ins = identity, None
             if self.learned is not None:
                 self.learned.identity = identity
         state.losses = MeasuredLosses(self.store)
@@ -215,12 +216,10 @@ class Session:
         return self.model.layers
 
     @property
-    def lead_in(self) -> LeadIn:
-        from kvtool.core.model.prefill import LeadIn
-
-        if self.state.lead_in is None:
-            self.state.lead_in = LeadIn(self.decoder, self.identity.lead_in.ids)
-        return self.state.lead_in
+    def lead_ins(self) -> LeadIns:
+        if self.state.lead_ins is None:
+            self.state.lead_ins = lead_ins_of(self.identity, self.decoder)
+        return self.state.lead_ins
 
     @cached_property
     def warn_once(self) -> Warn:
