@@ -131,8 +131,7 @@ def _show(run: Run, report: IngestReport) -> None:
     )
     if (left := report.left) is not None:
         run.out.print(
-            f"{counted(left.chunks, 'chunk')} ({left.tokens:,} tokens) left without KV: {_WHY_LEFT[left.reason]}; "
-            "they can be asked, and the next run continues"
+            f"{counted(left.chunks, 'chunk')} ({left.tokens:,} tokens) left without KV: {_WHY_LEFT[left.reason]}"
         )
     if run.out.verbosity > 0:
         run.out.prose(_time_of(report))
@@ -158,7 +157,12 @@ def _time_of(report: IngestReport) -> str:
     return f"of these {', '.join(parts)}"
 
 
-_WHY_LEFT = {"lazy": "--lazy", "time": "the time is over", "size": "the size budget is met"}
+_WHY_LEFT = {
+    "lazy": "--lazy; questions, and the next run, compute it",
+    "time": "the time is over; the next run continues",
+    "size": "the size budget is met",
+    "settings": "another model or lead-in made them; ingest their documents again",
+}
 # it syncs, continues after errors, and reports each file at once
 _NOT_HERE = ("sync", "dry_run", "continue_on_error", "log")
 _TAKEN = [name for name in options_of(IngestOptions) if name not in _NOT_HERE]

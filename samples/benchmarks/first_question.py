@@ -81,7 +81,7 @@ def main() -> None:
 
         names = modules[subject.stem][:ONE_SUBJECT]
         first, *others = (f"What does {name} of the module {subject.stem} do?" for name in names)
-        ask(next(asked(modules, random.Random(1))), "full")  # loads the model, and runs the gate
+        ask(next(asked(modules, random.Random(1))))  # loads the model, and runs the gate
         cold, again, full = ask(first), ask(first), ask(first, "full")
         print(
             f"first answer {cold[0]:,.0f} ms ({cold[2]} of {cold[3]} passages with KV), {cold[1]:,.0f} ms to store them"

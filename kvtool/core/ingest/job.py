@@ -270,8 +270,7 @@ class _Job:
         try:
             writer.require_room()  # a model is seconds to load
             storer = self._storer(store, writer)
-            self._compute(store, storer, chunks)
-            reason = "time"
+            reason = "settings" if self._compute(store, storer, chunks) else "time"
         except BudgetError as error:
             self.account.warn(f"{error.message}: no more KV is stored", error.hint)
         finally:
@@ -285,15 +284,16 @@ class _Job:
             self.account.report.left = left_of(rest, reason)
             self.account.report.chunks.computed = len(chunks) - len(rest)  # the last ones may not have fitted
 
-    def _compute(self, store: Store, storer: Storer, chunks: Sequence[DueChunk]) -> None:
+    def _compute(self, store: Store, storer: Storer, chunks: Sequence[DueChunk]) -> bool:
+        """False: the time was over before all chunks were computed."""
         if not chunks:
-            return
+            return True
         identity = self.choices.identity
         self._first = [*specs_of(store, identity, chunks[:_GATE_CHUNKS])]
         limit = self.options.compute_for
         until = math.inf if limit is None else time.monotonic() + limit
         self.account.begin_computing(sum(chunk.tokens for chunk in chunks))
-        storer.store(specs_of(store, identity, chunks), lambda: time.monotonic() >= until)
+        return storer.store(specs_of(store, identity, chunks), lambda: time.monotonic() >= until)
 
     def _forecast(self, store: Store | None, tokens: int) -> Forecast | None:
         if not tokens or self.choices.identity.keeps_states:

@@ -61,7 +61,8 @@ class Chunks:
 
 @dataclass(slots=True)
 class Left:
-    """Chunks that still have no KV, and why the run has stopped before them: `lazy`, `time` or `size`."""
+    """Chunks that still have no KV, and why: `lazy`, `time` or `size` ended the run before them, or they were made with
+    other `settings`, and their documents have to be ingested again."""
 
     chunks: int
     tokens: int
