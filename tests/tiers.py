@@ -4,7 +4,7 @@
 function are many. Of those a covering array stays:
 
 - Cases over families of models: the families of `LAYOUTS`, one for each layout of layers, with every mode and dtype. A
-  test marked `every_family` (the first laws) runs over all families in float32, with the modes of `COMMON`.
+  test marked `every_family` (the first laws) runs over all families in float32, with `union`.
 - Other cases of two parameters and more: each value of each parameter at least once.
 - A test of a defect (`..._is_caught`) runs in full, for a law that is not shown to fail may hold for nothing; so does a
   test of few cases.
@@ -30,7 +30,6 @@ LAYOUTS = {
     "qwen3-next": "recurrent states beside attention",
     "mixtral": "a mixture of experts",
 }
-COMMON = ("union",)
 NARROW = ("bfloat16", "float16")
 FEW = 6  # cases that all run
 
@@ -65,7 +64,7 @@ def _over_families(cases: list[pytest.Item], families: list[str], modes: set[str
     chosen = [item for item, family in zip(cases, families, strict=True) if family in LAYOUTS]
     if cases[0].get_closest_marker("every_family"):
         plain = [item for item in cases if _words_of(item).isdisjoint(NARROW)]
-        chosen += [item for item in plain if _words_of(item) & modes <= set(COMMON)]
+        chosen += [item for item in plain if _words_of(item) & modes <= {"union"}]
     return chosen or [item for item, family in zip(cases, families, strict=True) if family == families[0]]
 
 

@@ -10,7 +10,7 @@ import pytest
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.ingest.storer import ChunkStorer
-from tests.cli.working import PREFIX, QUESTION, SHORT, damages, kvtool, listing, payloads, write_corpus
+from tests.cli.working import PREFIX, QUESTION, SHORT, damages, kvtool, listing, payloads
 from tests.upkeep.test_budget import bytes_in
 
 FILES = 8
@@ -159,15 +159,3 @@ def test_a_chunk_that_the_model_cannot_hold_fails_its_file_alone(folder: Path, t
     assert report["documents"]["added"] == len(listing(tmp_path / "store")) == FILES - 2
     report = kvtool(*args, "--chunk-tokens", "64").fine().json  # and nothing is in the way of another choice
     assert (report["documents"]["added"], report["documents"]["changed"]) == (2, FILES - 2)
-
-
-@pytest.mark.slow
-def test_former_version_stays_until_the_new_one_is_stored(folder: Path, fresh: Any, tmp_path: Path) -> None:
-    write_corpus(folder, 2)
-    fresh(folder).fine()
-    before = payloads(tmp_path / "fresh")
-    (folder / "mill0.md").write_text("A new beginning of it all.\n\n" + (folder / "mill0.md").read_text())
-    report = fresh(folder, "--lazy").fine().json
-    assert report["documents"]["changed"] == 1
-    assert payloads(tmp_path / "fresh").items() <= before.items()
-    assert damages(tmp_path / "fresh") == []

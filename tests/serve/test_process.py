@@ -178,7 +178,6 @@ def test_a_store_that_does_not_exist(tiny: Path, tmp_path: Path) -> None:
 
 
 CHAT, DOCUMENTS = "/v1/chat/completions", "/v1/documents"
-BODY = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 6}
 
 
 def texts(count: int) -> dict[str, Any]:

@@ -21,9 +21,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.options.option import options_of
 from kvtool.core.options.resolve import resolve
 from kvtool.core.query.options import QueryOptions
-from kvtool.core.query.reply import Request
 from kvtool.core.upkeep.forget import pin
-from kvtool.serve.job import Ask
 from tests.cli.working import QUESTION
 from tests.serve.conftest import Served, serving
 
@@ -304,9 +302,6 @@ def test_what_a_server_says_to_the_model_makes_no_store_anew() -> None:
     assert _ingesting(run).system is None
     run = Run(resolve(SETTINGS, environ={"KVTOOL_SYSTEM": "Answer in prose."}), Out())
     assert _ingesting(run).system == "Answer in prose."
-
-
-QUICK = Ask(Request(QUESTION), QueryOptions(max_tokens=4))  # no conversation
 
 
 def text_of(number: int, lines: int = 40) -> str:
