@@ -40,7 +40,7 @@ def said(done: Done) -> tuple[Any, ...]:
 
 def with_the_same_holes(path: Path, done: Done) -> Path:
     """Copy a store without the records that an answer had to do without."""
-    copy = shutil.copytree(path, path.with_name("holes"))
+    copy = shutil.copytree(path, path.with_name("holes"), dirs_exist_ok=True)
     value = done.fine().json
     holes = [bytes.fromhex(one["id"]) for one in value["chunks"] if one["status"] == "miss"]
     cached = sum(one["tokens"] for one in value["chunks"] if one["status"] != "miss")

@@ -17,6 +17,7 @@ from kvtool.serve.job import Answer, Ask
 from tests.cli.working import LAYERS, QUESTION, payloads
 from tests.serve.conftest import Served, ask, serving, wait_until
 
+BUSY: dict[str, Any] = {"idle_load": 1000.0}  # other tests run beside
 QUICK = Ask(Request(QUESTION), QueryOptions(max_tokens=2, fusion="reuse"))
 
 
@@ -37,7 +38,7 @@ def is_stored(served: Served) -> bool:
 
 
 def test_what_a_question_missed_is_stored_after_it(store: Path, whole: dict[Any, Any]) -> None:
-    with serving(store) as served:
+    with serving(store, **BUSY) as served:
         first = ask(served.engine, QUICK)
         assert statuses(first) == {"miss"}
         wait_until(lambda: payloads(store) and is_stored(served))
@@ -50,7 +51,7 @@ def test_what_a_question_missed_is_stored_after_it(store: Path, whole: dict[Any,
 
 
 def test_all_of_a_store_is_computed_where_that_is_wanted(store: Path, whole: dict[Any, Any]) -> None:
-    with serving(store, idle="all") as served:
+    with serving(store, idle="all", **BUSY) as served:
         ask(served.engine, QUICK)
         wait_until(lambda: payloads(store) == whole)
 
@@ -59,7 +60,7 @@ def test_a_question_ends_the_work_before_the_next_layer(
     store: Path, whole: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layers: list[int] = []
-    with serving(store, idle="none") as served:
+    with serving(store, idle="none", **BUSY) as served:
         ask(served.engine, QUICK)
         session, work = served.engine._loaded.session(), served.engine.scheduler._idle
         wait_until(lambda: session.missed)
@@ -87,7 +88,7 @@ def test_nothing_is_stored_over_the_budget(store: Path, whole: dict[Any, Any], m
     monkeypatch.setattr(idle, "_AGAIN_S", 0.1)
     with kvtool.open(store) as cache:
         cache.set_budget(1000)
-    with serving(store) as served:
+    with serving(store, **BUSY) as served:
         ask(served.engine, QUICK)
         wait_until(lambda: served.engine.scheduler._idle._not_before > 0)
         assert payloads(store) == {}
