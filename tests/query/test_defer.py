@@ -18,7 +18,7 @@ from kvtool.core.query.prompt import lay_out
 from kvtool.core.query.reply import Reply, Request
 from kvtool.core.retrieval.passages import Hit
 from kvtool.core.session.session import Session
-from tests.cli.working import QUESTION, SHORT, Done, chunks_of, damages, drop_records, kvtool, write_batch
+from tests.cli.working import QUESTION, SHORT, Done, break_record, chunks_of, damages, kvtool, write_batch
 
 NEVER, AT_ONCE = ("--set", "defer.threshold=2"), ("--set", "defer.threshold=0")
 EVERYTHING = ("--ratio", "1", "--link-tokens", "10000")
@@ -82,7 +82,7 @@ def test_every_mode_in_rounds_is_lossless_where_it_recomputes_everything(mode: s
 def test_a_hole_of_a_later_round(store: Path) -> None:
     whole = ask(store, "--defer", *NEVER).json
     chunk = chunks_of(store, "mill2.md")[3]
-    drop_records(store, chunk)
+    break_record(store, chunk, 1)
     done = ask(store, "--defer", *NEVER)
     row = done.json
     assert [one["id"] for one in row["chunks"] if one["status"] == "miss"] == [chunk]

@@ -180,7 +180,7 @@ def test_auto_says_why_nothing_stored_serves(fitted: Path, monkeypatch: pytest.M
     for level in levels:
         drop(fitted, level, gone)
     reasons = [chunk["reason"] for chunk in ask(fitted, "--set", "load.max_loss=0.02").json["chunks"]][:2]
-    assert reasons == ["no stored level is known to lose at most 0.02 nats a token", "not stored"]
+    assert reasons == ["no stored level is known to lose at most 0.02 nats a token", "not stored yet"]
 
 
 @pytest.mark.slow

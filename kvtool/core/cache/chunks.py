@@ -83,6 +83,11 @@ class ChunkReader(StoreConnection):
         with self.snapshot() as snapshot:
             return origin_in(snapshot, chunk_id)
 
+    def has_level_row(self, chunk_id: bytes) -> bool:
+        """True if a row says that the chunk is stored at some level, though the row may be damaged."""
+        with self.snapshot() as snapshot:
+            return next(iter(snapshot.keys(tables.LEVELS, chunk_id)), None) is not None
+
     def describes_own(self, chunk_id: bytes) -> bool:
         """True if an intact description is stored that was not made elsewhere; its KV may be missing."""
         with self.snapshot() as snapshot:

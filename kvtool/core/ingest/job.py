@@ -200,13 +200,15 @@ class _Job:
 
     def _take_files(self, store: Store, writer: Writer) -> None:
         new_chunks, texts = NewChunks(store), Texts(writer, self.account, self._keep_identity)
-        limits: tuple[int, int] | None = None
+        prefix, limits = self.choices.identity.wanted_prefix, None
         try:
             for file in self.stream:
-                limits = limits or self._limits()
-                if self._fits(file, limits[0]):
+                longest, layers = limits = limits or self._limits()
+                if self._fits(file, longest):
+                    described = [prefix] * (not self._changed and layers > 0 and bool(prefix.ids))
+                    described += new_chunks.of(file)
                     self._changed = True
-                    texts.add(file, {chunk.chunk_id: chunk.info(limits[1]) for chunk in new_chunks.of(file)})
+                    texts.add(file, {chunk.chunk_id: chunk.info(layers) for chunk in described})
         finally:
             self.account.report.chunks.reused = new_chunks.reused
             texts.commit()

@@ -286,6 +286,8 @@ def _stored(
         _tell_of_unknown(session, stored)
         why = _why_not(level, bool(levels), max_loss)  # it may be computed as it was stored, and counts as such then
         why = "no stored level has all of its rows" if stored and not levels else why
+        if why == NO_KV and session.store.has_level_row(wanted.chunk_id):
+            why = "the row of its level is damaged"
         return replace(wanted, reason=why, stored=bool(stored), sensitivity=info.sensitivity)
     return replace(wanted, level=best, sensitivity=info.sensitivity)
 

@@ -181,7 +181,13 @@ def sizes_of(store: Store) -> dict[str, Any]:
     beginning = None if identity is None else _own_beginning(store, identity)
     if beginning is not None:
         sizes = sizes | {"chunks": sizes["chunks"] - 1, "tokens": sizes["tokens"] - beginning["tokens"]}
-    return sizes | {"prefix": beginning, "without_kv": len({*store.chunk_ids()}.difference(store.ids_here()))}
+    return sizes | {"prefix": beginning, "without_kv": _without_kv(store, identity)}
+
+
+def _without_kv(store: Store, identity: StoreIdentity | None) -> int:
+    if identity is None or identity.keeps_states or store.is_front:
+        return 0
+    return len({*store.chunk_ids()}.difference(store.ids_here(), [identity.prefix_id]))
 
 
 def _own_beginning(store: Store, identity: StoreIdentity) -> dict[str, Any] | None:
