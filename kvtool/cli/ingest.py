@@ -161,7 +161,6 @@ _WHY_LEFT = {
     "lazy": "--lazy; questions, and the next run, compute it",
     "time": "the time is over; the next run continues",
     "size": "the size budget is met",
-    "settings": "another model or lead-in made them; ingest their documents again",
 }
 # it syncs, continues after errors, and reports each file at once
 _NOT_HERE = ("sync", "dry_run", "continue_on_error", "log")

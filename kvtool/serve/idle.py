@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtool.core.common.machine import cores
-from kvtool.core.errors import BudgetError, KvtoolError, StoreLockedError
+from kvtool.core.errors import KvtoolError, NoSpaceError, StoreLockedError
 from kvtool.serve.options import IdleOptions
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvtool.core.session.session import Session
 
 _AT_ONCE = 512  # tokens of a step, unless a single chunk has more
-_AGAIN_S = 30.0  # after which battery, load and lock are looked at again
+_AGAIN_S, _LONGEST_S = 30.0, 3600.0  # after which battery, load, lock and space are looked at again
 _POWER = Path("/sys/class/power_supply")
 
 
@@ -33,6 +33,7 @@ class IdleWork:
         self._due: list[DueChunk] = []  # the next one last
         self._revision = -1  # of the documents that `_due` was read from
         self._not_before = 0.0  # by `time.monotonic()`
+        self._full_s = _AGAIN_S  # after which a full store is tried again, the longer the more often it was full
 
     def wait(self, missed: int | None) -> float | None:
         """Return the seconds until the next step; None: there is nothing to do until something changes. `missed`: how
@@ -54,15 +55,20 @@ class IdleWork:
             return
         try:
             with session.lock, session.decoder.pausing(pause):
-                store_missed(session, chunks)
+                store_missed(session, chunks, later=True)
         except Interrupted:
             return
-        except (StoreLockedError, BudgetError):  # an ingest computes them itself; a full store takes no more
+        except StoreLockedError:  # an ingest computes them itself
             self._not_before = time.monotonic() + _AGAIN_S
             return
+        except NoSpaceError:
+            self._full_s = min(2 * self._full_s, _LONGEST_S)
+            self._not_before = time.monotonic() + self._full_s
+            raise
         except KvtoolError:
             self._drop(session, chunks)
             raise
+        self._full_s = _AGAIN_S
         self._drop(session, chunks)
 
     def _next(self, session: Session) -> list[ChunkSpec]:
@@ -71,7 +77,7 @@ class IdleWork:
         missed: Iterable[ChunkSpec] = [*(session.missed or {}).values()]
         if not missed and self._options.idle == "all":
             if (revision := session.store.documents_revision()) != self._revision:
-                self._due, self._revision = due(session.store)[::-1], revision
+                self._due, self._revision = due(session.store, session.identity)[::-1], revision
             missed = specs_of(session.store, session.identity, reversed(self._due))
         chosen: list[ChunkSpec] = []
         tokens = 0

@@ -37,11 +37,6 @@ class ChunkReader(StoreConnection):
         with self.snapshot() as snapshot:
             return list(dict.fromkeys(key[:ID_BYTES] for key in snapshot.keys(tables.LEVELS)))
 
-    @property
-    def has_kv(self) -> bool:
-        with self.snapshot() as snapshot:
-            return next(iter(snapshot.keys(tables.LEVELS)), None) is not None
-
     def chunks_named(self, text: str) -> list[bytes]:
         digits = text.strip().lower()
         if not is_id(digits) or not FEWEST_DIGITS <= len(digits) <= 2 * ID_BYTES:

@@ -400,16 +400,16 @@ class Writer:
         revision = (tables.META, tables.REVISION_KEY, tables.seal_number(tables.REVISION_KEY, new))
         return [revision, meta_row(tables.DOCUMENTS_KEY, {"documents": documents, "dropped": dropped})]
 
-    def require_room(self) -> None:
-        """Raise BudgetError if the store is at its budget already: before work whose result would not fit. Where there
-        is a budget, each chunk is committed by itself from here on: the last that fits is stored."""
+    def require_room(self, need: int = 1) -> None:
+        """Raise BudgetError if the budget has no room for so many bytes: before work whose result would not fit. Where
+        there is a budget, each chunk is committed by itself from here on: the last that fits is stored."""
         budget = self._budget()
         if budget is None:
             return
         self.batch_bytes = 1
         used, free = layout.folder_bytes(self.store.path), self.store.environment.free_bytes()
-        if used - free >= budget.size:
-            raise budget.refuse(used, 1, free)
+        if used - free + need > budget.size:
+            raise budget.refuse(used, need, free)
 
     def _budget(self) -> layout.Budget | None:
         if self._max_size is not None:

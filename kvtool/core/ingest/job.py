@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from kvtool.core.cache.entries import ChunkSpec
 from kvtool.core.cache.store import Store, making
 from kvtool.core.cache.writer import Writer
-from kvtool.core.codec.levels import check_level, level_of
+from kvtool.core.codec.levels import RAW, check_level, level_of
 from kvtool.core.common.types import Events, Warn
 from kvtool.core.corpus.reading import Reading
 from kvtool.core.errors import BudgetError, DamagedError, ModelError, StoreNotFoundError, UsageError
@@ -150,7 +150,7 @@ class _Job:
             missing |= {chunk.chunk_id: len(chunk.ids) for chunk in new_chunks.of(file)}
         paths |= {entry.path for entry in self.stream.gone}
         if not identity.keeps_states:
-            missing |= {} if store is None else {chunk.chunk_id: chunk.tokens for chunk in due(store, paths)}
+            missing |= {} if store is None else {chunk.chunk_id: chunk.tokens for chunk in due(store, identity, paths)}
             report.chunks.computed, report.tokens = len(missing), sum(missing.values())
         report.forecast = self._forecast(store, report.tokens)
         report.chunks.reused = new_chunks.reused
@@ -247,10 +247,16 @@ class _Job:
         self._kept = True
 
     def _say_lead_in_change(self, store: Store) -> None:
-        known, identity = self.choices.known, self.choices.identity
+        identity = self.choices.identity
+        known, replaced = self.choices.known, self.choices.replaced
+        read = {file.name for file in self.stream.walked.files} | {entry.path for entry in self.stream.gone}
+        if replaced is not None and any(entry.path not in read for entry in store.files()):
+            text = (
+                f"the model changes from {replaced.model} to {identity.model}: KV of other documents cannot be stored"
+            )
+            self.account.warn(text, "ingest the other documents again, too")
         if known is None or known.lead_in == identity.lead_in:
             return
-        read = {file.name for file in self.stream.walked.files} | {entry.path for entry in self.stream.gone}
         text, hint = f"from {known.lead_in.mode!r} to {identity.lead_in.mode!r}: chunks are made anew", ""
         if any(entry.path not in read for entry in store.files()):
             text += "; those of other documents keep theirs, and are found as before"
@@ -260,42 +266,51 @@ class _Job:
     # ---- KV ----
 
     def _store_kv(self, store: Store, writer: Writer) -> None:
-        chunks = due(store)
-        if chunks and self.options.lazy:
-            self.account.report.left = left_of(chunks, "lazy")
-        if self.options.lazy or not (chunks or self._needs_prefix(store)):
+        options, report, chunks = self.options, self.account.report, due(store, self.choices.identity)
+        if options.lazy or options.compute_for == 0:
+            report.left = left_of(chunks, "lazy" if options.lazy else "time") if chunks else None
             return
-        ahead = self.account.report.forecast = self._forecast(store, sum(chunk.tokens for chunk in chunks))
+        if not (chunks or self._needs_prefix(store)):
+            return
+        ahead = report.forecast = self._forecast(store, sum(chunk.tokens for chunk in chunks))
         if ahead is not None and ahead.is_noted:
             self.account.events.say(ahead.text(), ahead.advice())
         storer, reason = None, "size"
         try:
-            writer.require_room()  # a model is seconds to load
+            writer.require_room(self._least_bytes(chunks))  # a model is seconds to load
             storer = self._storer(store, writer)
-            reason = "settings" if self._compute(store, storer, chunks) else "time"
+            self._compute(store, storer, chunks)
+            reason = "time"
         except BudgetError as error:
             self.account.warn(f"{error.message}: no more KV is stored", error.hint)
         finally:
             if storer is not None:
                 storer.close()
             writer.flush()
-            if self.account.report.tokens:
+            if report.tokens:
                 self.account.remember_speed(store, self.choices.identity.fingerprint)
         stored = {*store.ids_here()}
         if rest := [chunk for chunk in chunks if chunk.chunk_id not in stored]:
-            self.account.report.left = left_of(rest, reason)
-            self.account.report.chunks.computed = len(chunks) - len(rest)  # the last ones may not have fitted
+            report.left = left_of(rest, reason)
+            report.chunks.computed = len(chunks) - len(rest)  # the last ones may not have fitted
+            report.tokens = sum(chunk.tokens for chunk in chunks) - report.left.tokens
 
-    def _compute(self, store: Store, storer: Storer, chunks: Sequence[DueChunk]) -> bool:
-        """False: the time was over before all chunks were computed."""
+    def _least_bytes(self, chunks: Sequence[DueChunk]) -> int:
+        """Return the bytes of the smallest chunk's KV, where they are known before it is computed."""
+        if self.options.level != RAW or not chunks:
+            return 1
+        identity = self.choices.identity
+        return min(chunk.tokens for chunk in chunks) * kv_bytes_a_token(self.choices.files.folder, identity.dtype)
+
+    def _compute(self, store: Store, storer: Storer, chunks: Sequence[DueChunk]) -> None:
         if not chunks:
-            return True
+            return
         identity = self.choices.identity
         self._first = [*specs_of(store, identity, chunks[:_GATE_CHUNKS])]
         limit = self.options.compute_for
         until = math.inf if limit is None else time.monotonic() + limit
         self.account.begin_computing(sum(chunk.tokens for chunk in chunks))
-        return storer.store(specs_of(store, identity, chunks), lambda: time.monotonic() >= until)
+        storer.store(specs_of(store, identity, chunks), lambda: time.monotonic() >= until)
 
     def _forecast(self, store: Store | None, tokens: int) -> Forecast | None:
         if not tokens or self.choices.identity.keeps_states:

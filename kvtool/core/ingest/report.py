@@ -61,8 +61,7 @@ class Chunks:
 
 @dataclass(slots=True)
 class Left:
-    """Chunks that still have no KV, and why: `lazy`, `time` or `size` ended the run before them, or they were made with
-    other `settings`, and their documents have to be ingested again."""
+    """Chunks that still have no KV, and what ended the run before them: `lazy`, `time` or `size`."""
 
     chunks: int
     tokens: int
@@ -89,7 +88,7 @@ class Forecast:
         before = "" if self.level == "raw" else " before compression"
         kv, free = shown_size(self.kv_bytes), shown_size(self.disk_free)
         text = f"{self.tokens:,} tokens to compute: {kv} of KV{before}, {free} of disk free"
-        if self.seconds is not None:
+        if self.seconds is not None and self.seconds >= _MINUTE / 2:
             text += f"; about {self._minutes()} at the speed of the last ingest"
         return text
 

@@ -50,15 +50,13 @@ class Storer(ABC):
     def store_prefix(self, prefix: ChunkSpec) -> None:
         """Compute and store the prompt's fixed beginning, which is exact in every prompt."""
 
-    def store(self, chunks: Iterable[ChunkSpec], is_over: Callable[[], bool]) -> bool:
-        """Compute and store chunks in order, until they end (True) or, at the end of a batch, `is_over`."""
+    def store(self, chunks: Iterable[ChunkSpec], is_over: Callable[[], bool]) -> None:
+        """Compute and store chunks in order, until they end or, at the end of a batch, `is_over`."""
         for batch in batches(chunks, self._max_tokens):
             if is_over():
-                self._finish()
-                return False
+                break
             self._compute(batch)
         self._finish()
-        return True
 
     @abstractmethod
     def _compute(self, batch: Sequence[ChunkSpec]) -> None: ...
@@ -78,9 +76,9 @@ class Storer(ABC):
 
     def _put(self, made: Iterable[ChunkRecords], made_here: bool = False) -> None:
         for records in made:
-            self._account.report.kv_bytes += sum(map(len, records.layers))
             chunk = records.chunk_id, records.info, records.level, records.layers
             self._writer.put_chunk(*chunk, origin=HERE, made_here=made_here)
+            self._account.report.kv_bytes += sum(map(len, records.layers))
 
 
 class ChunkStorer(Storer):

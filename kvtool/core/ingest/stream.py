@@ -53,9 +53,8 @@ class Choices:
         self._options, self._once = options, once
         self.known = StoreIdentity.from_manifest(store.manifest()) if store is not None else None
         self.made_by = store.made_by() if store is not None else HERE
-        self._may_change = (
-            options.model is not None and store is not None and not store.has_kv and not store.stretches()
-        )
+        self._store = store
+        self.replaced: StoreIdentity | None = None  # the store's identity of another model, which this run replaces
 
     @cached_property
     def files(self) -> ModelFiles:
@@ -74,8 +73,9 @@ class Choices:
         if self.known is not None and self.made_by.is_foreign:
             return self._agreed(self.known)
         split = self._options.splitting or (self.known.split if self.known else SplitSettings())
-        if self.known is None or (self._may_change and not is_same_model(self.files, self.known)):
-            self.known = None  # of a store without KV, another model may take the place
+        if self.known is not None and self._may_replace(self.known):
+            self.known, self.replaced = None, self.known
+        if self.known is None:
             return self._new_identity(split)
         check_same_model(self.files, self.known)
         if self._options.store_dtype not in (None, kept := self.known.dtype):
@@ -86,6 +86,13 @@ class Choices:
         if self._lead_in() == (self.known.lead_in.mode, self.known.system) and not reads_file:
             return replace(self.known, split=split)
         return self._new_identity(split)
+
+    def _may_replace(self, known: StoreIdentity) -> bool:
+        """Return True if another model is named, and nothing was computed by the store's own but the beginning."""
+        store = self._store
+        if self._options.model is None or store is None or is_same_model(self.files, known):
+            return False
+        return {*store.ids_here()} <= {known.prefix_id} and not store.stretches()
 
     def _agreed(self, known: StoreIdentity) -> StoreIdentity:
         """Return the identity of a new store, if a foreign store has the same.

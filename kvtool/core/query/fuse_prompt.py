@@ -232,14 +232,18 @@ def _repair_holes(session: Session, holes: Sequence[Segment]) -> None:
         session.warn(f"{name} was computed in place: {segment.reason}", hint)
 
 
-def store_missed(session: Session, chunks: Sequence[ChunkSpec]) -> None:
-    """Compute and store chunks, alone behind the lead-in. Raises KvtoolError: the store is locked or full."""
-    decoder, prefix_id = session.decoder, session.identity.prefix_id
+def store_missed(session: Session, chunks: Sequence[ChunkSpec], later: bool = False) -> None:
+    """Compute and store chunks, alone behind the lead-in; `later` than their question only those that the store still
+    describes. Raises KvtoolError: the store is locked or full."""
+    store, decoder, prefix_id = session.store, session.decoder, session.identity.prefix_id
 
     def lead_ins_for(chunk: ChunkSpec) -> LeadIns:
         return LeadIns.nothing(decoder) if chunk.chunk_id == prefix_id else session.lead_ins
 
-    repair_chunks(session.store, decoder, session.profiles, lead_ins_for, chunks)
+    def is_wanted(chunk: ChunkSpec) -> bool:
+        return not later or chunk.chunk_id == prefix_id or store.describes_own(chunk.chunk_id)
+
+    repair_chunks(store, decoder, session.profiles, lead_ins_for, chunks, is_wanted)
 
 
 def fuse_after_checkpoints(session: Session, plan: Plan, selector: Selector, options: QueryOptions) -> PrefixFused:

@@ -146,11 +146,15 @@ def repair_chunks(
     profiles: Profiles,
     lead_ins: Callable[[ChunkSpec], LeadIns],
     chunks: Sequence[ChunkSpec],
+    is_wanted: Callable[[ChunkSpec], bool] = lambda chunk: True,
 ) -> None:
     """Drop the records of some chunks that cannot be read; prefill and store those chunks of which no lossless level is
-    left. `lead_ins`: what a chunk is prefilled after. Raises KvtoolError: the store is locked, full or read-only."""
+    left. `lead_ins`: what a chunk is prefilled after. `is_wanted`: asked while nobody else writes. Raises KvtoolError:
+    the store is locked, full or read-only."""
     with store.writer() as writer:
-        lost = [chunk for chunk in chunks if not _drop_unreadable(store, writer, decoder, profiles, chunk)]
+        writer.require_room()
+        wanted = [chunk for chunk in chunks if is_wanted(chunk)]
+        lost = [chunk for chunk in wanted if not _drop_unreadable(store, writer, decoder, profiles, chunk)]
         after = [lead_ins(chunk) for chunk in lost]
         for before in dict.fromkeys(after):
             batch = [chunk for chunk, own in zip(lost, after, strict=True) if own is before]

@@ -21,10 +21,14 @@ class DueChunk:
     before: bytes
 
 
-def due(store: Store, without: Collection[str] = ()) -> list[DueChunk]:
+def due(store: Store, identity: StoreIdentity, without: Collection[str] = ()) -> list[DueChunk]:
     """List the chunks of the store's own documents that have no KV: those that questions missed by their LRFU score,
-    then the others in the order of documents. `without`: paths of files that are left out. Further signs of what will
-    be asked were measured, and do not pay: samples/results/first_question.md."""
+    then the others in the order of documents. Chunks that were made with another lead-in or model are not among them.
+    `without`: paths of files that are left out. Further signs of what will be asked were measured, and do not pay:
+    samples/results/first_question.md."""
+    if identity.keeps_states or store.is_front:  # none is stored; all can be fetched
+        return []
+    settings = identity.settings_digest()
     missing = {*store.chunk_ids()}.difference(store.ids_here())
     found: dict[bytes, DueChunk] = {}
     for entry in store.files() if missing else ():
@@ -32,9 +36,13 @@ def due(store: Store, without: Collection[str] = ()) -> list[DueChunk]:
             with suppress(DamagedError):  # `verify` reports it
                 refs = document.chunks if (document := store.document(source)) is not None else ()
                 befores = [b"", *(ref.chunk_id for ref in refs)]
-                for ref, before in zip(refs, befores, strict=False):
-                    if ref.chunk_id in missing:
-                        found.setdefault(ref.chunk_id, DueChunk(ref.chunk_id, ref.tokens, before))
+                missed = [pair for pair in zip(refs, befores, strict=False) if pair[0].chunk_id in missing]
+                chunks = [DueChunk(ref.chunk_id, ref.tokens, before) for ref, before in missed]
+                if chunks and not entry.settings.startswith(settings):  # such as with another length of chunks
+                    own = {spec.chunk_id for spec in specs_of(store, identity, chunks)}
+                    chunks = [chunk for chunk in chunks if chunk.chunk_id in own]
+                for chunk in chunks:
+                    found.setdefault(chunk.chunk_id, chunk)
     warmth = store.warmth() if found else {}
     return sorted(found.values(), key=lambda chunk: -warmth.get(chunk.chunk_id, 0.0))
 

@@ -17,6 +17,7 @@ from kvtool.core.cache.tree import Snapshot
 from kvtool.core.codec.levels import exact, known, lossy, profiled
 from kvtool.core.common.text import level_rows
 from kvtool.core.errors import DamagedError
+from kvtool.core.session.due import due
 from kvtool.core.session.identity import MeasuredLosses, StoreIdentity
 
 _NODE = 64  # bytes of a row besides its value: node, key, offset
@@ -181,13 +182,7 @@ def sizes_of(store: Store) -> dict[str, Any]:
     beginning = None if identity is None else _own_beginning(store, identity)
     if beginning is not None:
         sizes = sizes | {"chunks": sizes["chunks"] - 1, "tokens": sizes["tokens"] - beginning["tokens"]}
-    return sizes | {"prefix": beginning, "without_kv": _without_kv(store, identity)}
-
-
-def _without_kv(store: Store, identity: StoreIdentity | None) -> int:
-    if identity is None or identity.keeps_states or store.is_front:
-        return 0
-    return len({*store.chunk_ids()}.difference(store.ids_here(), [identity.prefix_id]))
+    return sizes | {"prefix": beginning, "without_kv": 0 if identity is None else len(due(store, identity))}
 
 
 def _own_beginning(store: Store, identity: StoreIdentity) -> dict[str, Any] | None:
