@@ -68,7 +68,7 @@ LINES = {
     "vllm": 999,
 }
 PRODUCT_LINES = 64_269
-TEST_LINES = 59_946
+TEST_LINES = 59_954
 
 
 def room_of(parts: tuple[str, ...]) -> str:

@@ -164,14 +164,22 @@ def read_all(store: Store, known: Known, dice: int) -> Facts:
     for digest in known.profiles:
         facts.take(facts.tensors, f"profile {digest.hex()}", lambda digest=digest: store.profile(digest))
     for chunk in known.chunks:
-        facts.take(small, f"chunk {chunk.hex()}", lambda chunk=chunk: store.chunk_info(chunk))
-        for level in facts.take({}, f"levels {chunk.hex()}", lambda chunk=chunk: store.levels(chunk)) or ():
-            small[f"level {level} of {chunk.hex()}"] = ""
+        _look_at(facts, store, chunk)
     for level in LEVELS:
         for layer in range(known.layers):
             _read_layer(facts, store, known.chunks, level, layer)
     _decode(facts, store, known, dice)
     return facts
+
+
+def _look_at(facts: Facts, store: Store, chunk: bytes) -> None:
+    small, name = facts.passages, chunk.hex()
+    if (info := facts.take({}, f"chunk {name}", lambda: store.chunk_info(chunk))) is not None:
+        small[f"chunk {name}"] = _digest((info.token_ids, info.lead_in, info.layers))
+        if info.arithmetic is not None:  # it has had KV
+            small[f"measures of {name}"] = _digest((info.sensitivity, info.arithmetic))
+    for level in facts.take({}, f"levels {name}", lambda: store.levels(chunk)) or ():
+        small[f"level {level} of {name}"] = ""
 
 
 def _read_layer(facts: Facts, store: Store, chunks: Sequence[bytes], level: str, layer: int) -> None:
