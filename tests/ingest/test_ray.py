@@ -37,7 +37,6 @@ from kvtool.core.ingest.ray_storer import (
 )
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.session.identity import store_identity
-from tests.cli.test_codes import wait_for_documents
 from tests.cli.working import (
     CHUNKS,
     PREFIX,
@@ -51,6 +50,7 @@ from tests.cli.working import (
     write_corpus,
 )
 from tests.remote.serving import free_port
+from tests.serve.conftest import wait_until
 
 PATIENCE = 300.0  # seconds, for what is started or ended on a machine that does much else
 WORKERS = ("--ray", "local", "--ray-workers", "2")
@@ -200,8 +200,7 @@ def test_sigint_and_sigterm(number: signal.Signals, word: str, tiny: Path, tmp_p
     far, own = command(*args, *WORKERS), environment(RUN_OF_A_TEST=mark)
     with subprocess.Popen(far, env=own, start_new_session=True, stdout=PIPE, stderr=PIPE, text=True) as child:
         try:
-            wait_for_documents(store, 1, PATIENCE)
-            assert running(mark, "ray::RemotePrefillWorker")
+            wait_until(lambda: running(mark, "ray::RemotePrefillWorker"))
             (os.killpg if number == signal.SIGINT else os.kill)(child.pid, number)
             out, err = child.communicate(timeout=PATIENCE)
             assert left_of(mark) == []
