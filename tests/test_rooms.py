@@ -50,7 +50,7 @@ LINES = {
     "errors": 130,
     "evaluate": 269,
     "fusion": 2598,
-    "ingest": 2323,
+    "ingest": 2329,
     "kernels": 4455,
     "model": 4889,
     "native": 1575,
@@ -67,8 +67,8 @@ LINES = {
     "upkeep": 1073,
     "vllm": 999,
 }
-PRODUCT_LINES = 64_269
-TEST_LINES = 59_954
+PRODUCT_LINES = 64_275
+TEST_LINES = 59_953
 
 
 def room_of(parts: tuple[str, ...]) -> str:

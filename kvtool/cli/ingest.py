@@ -150,7 +150,7 @@ def _counted(count: int, kind: str) -> str:
 
 def _time_of(report: IngestReport) -> str:
     parts = [
-        f"{report.text_seconds:.1f} s until texts could be asked",
+        f"{report.phase['texts']:.1f} s until texts could be asked",
         f"{report.prefill_seconds:.1f} s computing chunks",
     ]
     parts += [f"{report.phases[name]:.1f} s {what}" for name, what in PHASES.items() if name in report.phases]

@@ -66,7 +66,7 @@ def main() -> None:
         print(
             f"{report.documents.added} documents, {size / 1e6:.1f} MB, {left.tokens:,} tokens in {left.chunks:,} chunks"
         )
-        print(f"can be asked after {report.text_seconds:.1f} s ({spent:.1f} s of a processor)")
+        print(f"can be asked after {report.phase['texts']:.1f} s ({spent:.1f} s of a processor)")
         planned = cache.ingest(folder, dry_run=True).forecast
         assert planned is not None
 

@@ -59,7 +59,7 @@ def test_texts_are_committed_before_any_chunk_is_computed(
     monkeypatch.setattr(ChunkStorer, "_compute", computing)
     report = fresh(folder).fine().json
     assert steps == [f"{number}.txt" for number in range(FILES)] + ["compute"] * FILES
-    assert 0 < report["text_seconds"] <= report["seconds"]
+    assert 0 < report["phase"]["texts"] < report["phase"]["texts"] + report["phase"]["kv"] <= report["seconds"]
 
 
 def test_an_interrupted_run_keeps_texts_and_chunks(
@@ -101,7 +101,7 @@ def test_what_is_left_is_said_and_continued(
     assert "warning" not in answer.err
     assert without_kv(path) == FILES
     report = fresh(folder).fine().json
-    assert (report["left"], report["chunks"]["computed"]) == (None, FILES)
+    assert (report["left"], report["chunks"]["computed"], report["ready"]) == (None, FILES, 1)
     assert payloads(path) == whole
 
 

@@ -167,9 +167,12 @@ class _Job:
             whole = True
         finally:
             self.stream.seen.keep(store, whole)
-        report.text_seconds = time.perf_counter() - started
+        report.phase["texts"] = ended = time.perf_counter() - started
         if not self.choices.identity.keeps_states:
             self._store_kv(store, writer)
+            count = len(store.chunk_ids())
+            report.ready = len(store.ids_here()) / count if count else 1.0
+            report.phase["kv"] = time.perf_counter() - started - ended
         if self._session is not None:
             with self.account.phase("gate"):
                 self._gate(self._session)

@@ -114,7 +114,9 @@ class IngestReport:
     tokens: int = 0
     kv_bytes: int = 0
     seconds: float = 0.0
-    text_seconds: float = 0.0  # until all texts and the word index are stored: from then on they can be asked
+    phase: dict[str, float] = field(
+        default_factory=lambda: {"texts": 0.0, "kv": 0.0}
+    )  # seconds; texts can be asked after
     prefill_seconds: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)  # seconds in addition to reading and prefill, by `PHASES`
     skipped: dict[str, int] = field(default_factory=lambda: {kind.value: 0 for kind in Skip})  # by kind
@@ -127,6 +129,7 @@ class IngestReport:
     gate: dict[str, Any] | None = None
     forecast: Forecast | None = None  # made before the first chunk; None: no chunk was to be computed
     left: Left | None = None  # None: every chunk has its KV
+    ready: float | None = None  # share of the store's chunks that have KV; None: it keeps none
     dry_run: bool = False
 
     @property
