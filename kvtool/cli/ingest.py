@@ -131,7 +131,8 @@ def _show(run: Run, report: IngestReport) -> None:
     )
     if (left := report.left) is not None:
         run.out.print(
-            f"{counted(left.chunks, 'chunk')} ({left.tokens:,} tokens) left without KV: {_WHY_LEFT[left.reason]}"
+            f"{left.tokens:,} tokens in {counted(left.chunks, 'chunk')} have no KV yet ({_WHY_LEFT[left.reason]}); "
+            "the next ingest continues"
         )
     if run.out.verbosity > 0:
         run.out.prose(_time_of(report))
@@ -150,18 +151,14 @@ def _counted(count: int, kind: str) -> str:
 
 def _time_of(report: IngestReport) -> str:
     parts = [
-        f"{report.phase['texts']:.1f} s until texts could be asked",
+        f"{report.phase['texts']:.1f} s until all texts were stored",
         f"{report.prefill_seconds:.1f} s computing chunks",
     ]
     parts += [f"{report.phases[name]:.1f} s {what}" for name, what in PHASES.items() if name in report.phases]
     return f"of these {', '.join(parts)}"
 
 
-_WHY_LEFT = {
-    "lazy": "--lazy; questions, and the next run, compute it",
-    "time": "the time is over; the next run continues",
-    "size": "the size budget is met",
-}
+_WHY_LEFT = {"lazy": "--lazy", "time": "--for", "size": "the size budget is full"}
 # it syncs, continues after errors, and reports each file at once
 _NOT_HERE = ("sync", "dry_run", "continue_on_error", "log")
 _TAKEN = [name for name in options_of(IngestOptions) if name not in _NOT_HERE]

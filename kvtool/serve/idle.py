@@ -46,20 +46,19 @@ class IdleWork:
         """Compute and store some chunks. `pause` is called between two layers; its Interrupted ends the step."""
         from kvtool.core.query.fuse_prompt import store_missed
 
+        self._not_before = time.monotonic() + _AGAIN_S  # unless this step succeeds
         if on_battery() or os.getloadavg()[0] > self._options.idle_load * cores():
-            self._not_before = time.monotonic() + _AGAIN_S
             return
         session = opened()
         if not (chunks := self._next(session)):
-            self._not_before = time.monotonic() + _AGAIN_S
             return
         try:
             with session.lock, session.decoder.pausing(pause):
                 store_missed(session, chunks, later=True)
         except Interrupted:
+            self._not_before = 0.0
             return
         except StoreLockedError:  # an ingest computes them itself
-            self._not_before = time.monotonic() + _AGAIN_S
             return
         except NoSpaceError:
             self._full_s = min(2 * self._full_s, _LONGEST_S)
@@ -68,7 +67,7 @@ class IdleWork:
         except KvtoolError:
             self._drop(session, chunks)
             raise
-        self._full_s = _AGAIN_S
+        self._not_before, self._full_s = 0.0, _AGAIN_S
         self._drop(session, chunks)
 
     def _next(self, session: Session) -> list[ChunkSpec]:

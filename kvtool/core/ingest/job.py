@@ -170,8 +170,7 @@ class _Job:
         report.phase["texts"] = ended = time.perf_counter() - started
         if not self.choices.identity.keeps_states:
             self._store_kv(store, writer)
-            count = len(store.chunk_ids())
-            report.ready = len(store.ids_here()) / count if count else 1.0
+            report.ready = 1.0 if report.left is None else 1 - report.left.chunks / len(store.chunk_ids())
             report.phase["kv"] = time.perf_counter() - started - ended
         if self._session is not None:
             with self.account.phase("gate"):
@@ -254,9 +253,7 @@ class _Job:
         known, replaced = self.choices.known, self.choices.replaced
         read = {file.name for file in self.stream.walked.files} | {entry.path for entry in self.stream.gone}
         if replaced is not None and any(entry.path not in read for entry in store.files()):
-            text = (
-                f"the model changes from {replaced.model} to {identity.model}: KV of other documents cannot be stored"
-            )
+            text = f"the model changes from {replaced.model} to {identity.model}; other documents get no KV"
             self.account.warn(text, "ingest the other documents again, too")
         if known is None or known.lead_in == identity.lead_in:
             return
@@ -292,7 +289,7 @@ class _Job:
             writer.flush()
             if report.tokens:
                 self.account.remember_speed(store, self.choices.identity.fingerprint)
-        stored = {*store.ids_here()}
+        stored = {*store.ids_here()} if chunks else set[bytes]()
         if rest := [chunk for chunk in chunks if chunk.chunk_id not in stored]:
             report.left = left_of(rest, reason)
             report.chunks.computed = len(chunks) - len(rest)  # the last ones may not have fitted

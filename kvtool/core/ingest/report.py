@@ -129,7 +129,7 @@ class IngestReport:
     gate: dict[str, Any] | None = None
     forecast: Forecast | None = None  # made before the first chunk; None: no chunk was to be computed
     left: Left | None = None  # None: every chunk has its KV
-    ready: float | None = None  # share of the store's chunks that have KV; None: it keeps none
+    ready: float | None = None  # share of the chunks that have KV, of those that can be computed; None: none can
     dry_run: bool = False
 
     @property

@@ -339,9 +339,12 @@ class NewChunks:
 
     def __init__(self, store: Store | None) -> None:
         self._store = store
-        self._known = {*store.chunk_ids()} if store is not None else set[bytes]()
         self._seen: set[bytes] = set()
         self.reused = 0
+
+    @cached_property
+    def _known(self) -> set[bytes]:
+        return {*self._store.chunk_ids()} if self._store is not None else set()
 
     def of(self, file: PreparedFile) -> list[ChunkSpec]:
         first = {chunk.chunk_id: chunk for chunk in file.chunks if chunk.chunk_id not in self._seen}

@@ -11,6 +11,8 @@ from kvtool.core.cache.store import Store
 from kvtool.core.errors import DamagedError
 from kvtool.core.session.identity import NEIGHBOUR, StoreIdentity
 
+_NONE_DUE = "seen/due.json"  # says for which revisions no chunk was due
+
 
 @dataclass(frozen=True, slots=True)
 class DueChunk:
@@ -29,6 +31,9 @@ def due(store: Store, identity: StoreIdentity, without: Collection[str] = ()) ->
     if identity.keeps_states or store.is_front:  # none is stored; all can be fetched
         return []
     settings = identity.settings_digest()
+    marks = {"documents": store.documents_revision(), "dropped": store.dropped_revision(), "settings": settings}
+    if store.read_side(_NONE_DUE, **marks):
+        return []
     missing = {*store.chunk_ids()}.difference(store.ids_here())
     found: dict[bytes, DueChunk] = {}
     for entry in store.files() if missing else ():
@@ -43,6 +48,8 @@ def due(store: Store, identity: StoreIdentity, without: Collection[str] = ()) ->
                     chunks = [chunk for chunk in chunks if chunk.chunk_id in own]
                 for chunk in chunks:
                     found.setdefault(chunk.chunk_id, chunk)
+    if not found and not without:  # the names of all chunks take .3 s for 20,000
+        store.write_side(_NONE_DUE, marks)
     warmth = store.warmth() if found else {}
     return sorted(found.values(), key=lambda chunk: -warmth.get(chunk.chunk_id, 0.0))
 
