@@ -120,7 +120,7 @@ def show_numbers(out: Out, facts: Facts, steps: int, stepper: str) -> None:
     out.status(
         f"{facts['fusion']}: first token after {timing['ttft']:.0f} ms; {tokens['prompt']} prompt tokens: "
         f"{tokens['reused']} reused, {tokens['recomputed']} recomputed, {tokens['fresh']} fresh"
-        + (f" ({new} of passages without KV yet)" if new else "")
+        + (f" ({new} of them had no KV yet)" if new else "")
         + (f"; {tokens['dropped']} more are not stored" if tokens["dropped"] else "")
     )
     if cut := facts.get("chunks_omitted"):

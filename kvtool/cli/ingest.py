@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     IngestOptions,
     StoreOptions,
     examples=("ingest docs --sync", "ingest docs notes.md --chunk-tokens 128 --level lossless"),
-    common="include exclude sync dry_run split chunk_tokens level system embedder max_size store model device",
+    common="include exclude sync lazy dry_run split chunk_tokens level system embedder max_size store model device",
 )
 def ingest(
     run: Run,

@@ -93,7 +93,7 @@ def _contents(value: Mapping[str, Any]) -> Iterator[Shown]:
         what = counted(kept["count"], "state checkpoint")
         yield f"prompts  {what} of answered prompts, {kept['bytes'] / 1e6:,.1f} MB"
     if without := value["without_kv"]:
-        yield f"due      {counted(without, 'chunk')} without KV; the next ingest computes it"
+        yield f"due      {counted(without, 'chunk')} without KV; a loaded model or the next ingest computes it"
     served = value["usage"]
     if served["hit_rate"] is not None:
         asked = served["hits"] + served["misses"]

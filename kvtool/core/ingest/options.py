@@ -87,7 +87,7 @@ class _StorageOptions(Options, sections=("ingest",), group=STORING):
 
 @dataclass(frozen=True, kw_only=True)
 class _ComputeOptions(Options, sections=("ingest",), group=STORING):
-    lazy: bool = option(False, "Store the texts only; questions, and later runs, compute KV.")
+    lazy: bool = option(False, "Store only texts; KV is computed later.")
     compute_for: float | None = option(
         None,
         "Stop computing KV after this time; the next run continues.",
