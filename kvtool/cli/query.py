@@ -117,9 +117,14 @@ def query(
             return _answer_batch(run, store, finder, requests, options, modes, timeline)
         retrieved = retrieve(store, finder, requests[0], options, timeline=timeline)
         options.check_of(store_identity(store), modes or ())  # before the model is loaded
-        session = load_session(run, store, finder, timeline, stores_missed=modes is not None or store.is_front)
+        at_once = modes is not None or store.is_front or run.out.mode == "jsonl"  # whose summary comes last
+        session = load_session(run, store, finder, timeline, stores_missed=at_once)
         if modes is None:
             _answer(run, session, requests[0], options, retrieved)
+            if session.missed and not run.out.on_terminal:  # where a person would wait for it
+                from kvtool.core.query.fuse_prompt import store_or_warn
+
+                store_or_warn(session, session.missed)
         else:
             _compare(run, session, requests[0], options, modes, retrieved)
     return None
