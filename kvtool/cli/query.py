@@ -31,7 +31,15 @@ from kvtool.cli.out import error_json
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.text import counted
 from kvtool.core.common.types import Timeline, add_span, process_started
-from kvtool.core.errors import EXIT_FAILED, EXIT_PARTIAL, GateError, KvtoolError, UsageError, did_you_mean
+from kvtool.core.errors import (
+    EXIT_FAILED,
+    EXIT_PARTIAL,
+    GateError,
+    KvtoolError,
+    StoreLockedError,
+    UsageError,
+    did_you_mean,
+)
 from kvtool.core.fusion.options import INSIDE, FusionOptions
 from kvtool.core.fusion.selectors import FUSIONS, REFERENCE
 from kvtool.core.model.options import ANSWER, ModelOptions, SamplingOptions
@@ -122,9 +130,7 @@ def query(
         if modes is None:
             _answer(run, session, requests[0], options, retrieved)
             if session.missed and not run.out.on_terminal:  # where a person would wait for it
-                from kvtool.core.query.fuse_prompt import store_or_warn
-
-                store_or_warn(session, session.missed)
+                _store_missed(run, session)
         else:
             _compare(run, session, requests[0], options, modes, retrieved)
     return None
@@ -144,6 +150,18 @@ def _answer(run: Run, session: Session, request: Request, options: QueryOptions,
     show_sources(run.out, reply.chunks)
     if (done := _audit(session, reply, options, run.out.doing)) is not None:
         run.out.status(_audited(done))
+
+
+def _store_missed(run: Run, session: Session) -> None:
+    from kvtool.core.query.fuse_prompt import store_missed
+
+    missed = [*(session.missed or {}).values()]
+    try:
+        store_missed(session, missed)
+    except StoreLockedError:  # an ingest computes them itself
+        pass
+    except KvtoolError as error:
+        run.out.warning(f"{counted(len(missed), 'computed chunk')} could not be stored: {error.message}", error.hint)
 
 
 def _audit(

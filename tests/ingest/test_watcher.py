@@ -15,8 +15,9 @@ from kvtool.core.common.types import Events
 from kvtool.core.errors import UsageError
 from kvtool.core.ingest import watcher as watching
 from kvtool.core.ingest.options import WatchOptions
+from kvtool.core.ingest.storer import ChunkStorer
 from kvtool.core.ingest.watcher import Watcher
-from tests.cli.working import kvtool
+from tests.cli.working import kvtool, listing
 
 
 class Told:
@@ -107,6 +108,28 @@ def test_between_rounds_others_write(watcher: Watcher, folder: Path, place: Path
     kvtool("ingest", folder, "--store", place).fine()
     assert watcher.round(told.events).documents.unchanged == 2
     assert told.taken() == []
+
+
+def test_a_changed_file_goes_before_the_kv_of_others(
+    watcher: Watcher, folder: Path, place: Path, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtool.core.ingest.storer.BATCH_TOKENS", {"cpu": 1})
+    computed: list[int] = []
+    compute = ChunkStorer._compute
+
+    def computing(storer: ChunkStorer, batch: Any) -> None:
+        compute(storer, batch)
+        computed.append(len(listing(place)))
+        if len(computed) == 1:
+            (folder / "c.md").write_text("The third mill stands still.")
+            assert watcher._changes._happened.wait(30)
+
+    monkeypatch.setattr(ChunkStorer, "_compute", computing)
+    for name in ("b1.md", "b2.md"):
+        (folder / name).write_text(f"The mill {name} grinds corn.")
+    assert followed(watcher, told) == [("added", "b1.md"), ("added", "b2.md")]
+    assert followed(watcher, told) == [("added", "c.md")]
+    assert computed == [3, 4, 4]
 
 
 def test_locked_store(watcher: Watcher, folder: Path, place: Path, told: Told, monkeypatch: pytest.MonkeyPatch) -> None:

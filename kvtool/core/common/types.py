@@ -34,6 +34,7 @@ class Events:
     failed: Callable[[str, str], None] = warn_nobody  # path, reason
     skipped: Callable[[str, str], None] = warn_nobody  # path, reason
     took: Callable[[str, str, int], None] = warn_nobody  # path; `added`, `changed` or `removed`; its chunks
+    is_over: Callable[[], bool] = lambda: False  # whether no more KV is to be computed in this run
 
 
 @dataclass(slots=True)

@@ -280,7 +280,7 @@ class _Job:
             writer.require_room(self._least_bytes(chunks))  # a model is seconds to load
             storer = self._storer(store, writer)
             self._compute(store, storer, chunks)
-            reason = "time"
+            reason = "changes" if self.account.events.is_over() else "time"
         except BudgetError as error:
             self.account.warn(f"{error.message}: no more KV is stored", error.hint)
         finally:
@@ -307,10 +307,10 @@ class _Job:
             return
         identity = self.choices.identity
         self._first = [*specs_of(store, identity, chunks[:_GATE_CHUNKS])]
-        limit = self.options.compute_for
+        limit, is_over = self.options.compute_for, self.account.events.is_over
         until = math.inf if limit is None else time.monotonic() + limit
         self.account.begin_computing(sum(chunk.tokens for chunk in chunks))
-        storer.store(specs_of(store, identity, chunks), lambda: time.monotonic() >= until)
+        storer.store(specs_of(store, identity, chunks), lambda: time.monotonic() >= until or is_over())
 
     def _forecast(self, store: Store | None, tokens: int) -> Forecast | None:
         if not tokens or self.choices.identity.keeps_states:

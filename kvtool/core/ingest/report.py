@@ -61,7 +61,7 @@ class Chunks:
 
 @dataclass(slots=True)
 class Left:
-    """Chunks that still have no KV, and what ended the run before them: `lazy`, `time` or `size`."""
+    """Chunks that still have no KV, and what ended the run before them: `lazy`, `time`, `size` or `changes`."""
 
     chunks: int
     tokens: int

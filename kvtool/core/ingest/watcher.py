@@ -77,7 +77,10 @@ class Watcher:
         report = None
         try:
             options = replace(self._options, paths=paths, sync=True)
+            events = replace(events, is_over=self._changes.have_happened)  # texts come first
             report = ingest(self._place, options, self._once(events, found), self._kept)
+            if report.left is not None and report.left.reason == "changes":
+                self._again_at = time.monotonic()
         except (StoreLockedError, NoSpaceError) as error:
             events.warn(error.message, f"tried again in {_AGAIN_S:.0f} seconds")
             self._again_at = time.monotonic() + _AGAIN_S
@@ -172,6 +175,9 @@ class Changes:
         self._happened.clear()
         self._check()
         return happened
+
+    def have_happened(self) -> bool:
+        return self._happened.is_set()
 
     def _check(self) -> None:
         if self._error is None or self.lost:

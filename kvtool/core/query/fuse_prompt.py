@@ -213,8 +213,14 @@ def _repair_holes(session: Session, holes: Sequence[Segment]) -> None:
     store.use_log.note_uses(empty)
     if session.missed is not None:
         session.missed.update({chunk_id: chunks.pop(chunk_id) for chunk_id in empty if chunk_id in chunks})
-    chunks = store_or_warn(session, chunks)
-    store.use_log.note_uses([*chunks.keys() - {*empty}])
+    if chunks:
+        try:
+            store_missed(session, [*chunks.values()])
+        except KvtoolError as error:
+            session.warn(f"{len(chunks)} computed chunk(s) could not be stored: {error.message}", error.hint)
+            chunks = {}
+        else:
+            store.use_log.note_uses([*chunks.keys() - {*empty}])
     for segment in holes:
         if segment.reason == NO_KV:
             continue
@@ -224,17 +230,6 @@ def _repair_holes(session: Session, holes: Sequence[Segment]) -> None:
         if not hint and chunk_id and not segment.source.stored:
             hint = "an ingest of its document stores it"
         session.warn(f"{name} was computed in place: {segment.reason}", hint)
-
-
-def store_or_warn(session: Session, chunks: dict[bytes, ChunkSpec]) -> dict[bytes, ChunkSpec]:
-    """Compute and store chunks; return those that are stored now. When the store is locked or full, only warn."""
-    try:
-        if chunks:
-            store_missed(session, [*chunks.values()])
-    except KvtoolError as error:
-        session.warn(f"{len(chunks)} computed chunk(s) could not be stored: {error.message}", error.hint)
-        return {}
-    return chunks
 
 
 def store_missed(session: Session, chunks: Sequence[ChunkSpec], later: bool = False) -> None:
