@@ -124,11 +124,11 @@ def _show(run: Run, report: IngestReport) -> None:
             if advice := report.forecast.advice():
                 run.out.print(advice)
         return
-    speed = report.prefill_tokens_per_second
-    rate = f" at {speed:,.0f} tokens/s" if speed else ""
-    run.out.print(
-        f"{report.tokens:,} tokens{rate}, {report.kv_bytes / 1e6:,.1f} MB of KV, {report.seconds:.1f} s in all"
-    )
+    speed, computed = report.prefill_tokens_per_second, ""
+    if report.tokens:
+        rate = f" at {speed:,.0f} tokens/s" if speed else ""
+        computed = f"{report.tokens:,} tokens{rate}, {report.kv_bytes / 1e6:,.1f} MB of KV, "
+    run.out.print(f"{computed}{report.seconds:.1f} s in all")
     if (left := report.left) is not None:
         run.out.print(
             f"{left.tokens:,} tokens in {counted(left.chunks, 'chunk')} have no KV yet ({_WHY_LEFT[left.reason]}); "

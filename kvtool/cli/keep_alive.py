@@ -413,6 +413,7 @@ def _uuid_of(store: Path) -> str:
 def main() -> None:
     """Run an engine whose options are the program's one argument, as JSON. It holds the descriptor `lock`."""
     options: Mapping[str, Any] = json.loads(sys.argv[1])
+    sys.argv = ["kvtool", "engine"]  # as others see who holds the store's lock
     os.set_inheritable(options["lock"], False)
     record = EngineRecord(store=options["store"], pid=os.getpid(), log=options["log"], code=code_stamp())
     try:

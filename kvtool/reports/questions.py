@@ -29,7 +29,7 @@ from kvtool.core.model.tokens import encode
 from kvtool.core.options.option import options_of
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.prompt import PromptLayout, lay_out
-from kvtool.core.query.reply import Request
+from kvtool.core.query.reply import NO_KV, Request
 from kvtool.core.retrieval.passages import Passage, passages_in
 from kvtool.core.retrieval.terms import asked_terms, terms
 from kvtool.reports.evaluation import RowsOf, name_of
@@ -116,9 +116,10 @@ def paired_rows(session: Session, specs: Mapping[str, RunSpec], options: QueryOp
         rows[REFERENCE] = {**rows[REFERENCE], **retrieval_recall(session.finder.places, paired.asked)}
         holes = max((row["holes"] for row in rows.values()), key=len)
         if holes:
+            cure = "`kvtool ingest` computes their KV" if holes[0] == NO_KV else "see `kvtool store verify`"
             warn(
                 f"{name_of(request)}: {counted(len(holes), 'chunk')} computed in place: {holes[0]}",
-                "see `kvtool store verify`; its results say little about reuse",
+                f"{cure}; its results say little about reuse",
             )
         return rows
 

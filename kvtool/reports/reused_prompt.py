@@ -28,6 +28,7 @@ from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.forward import OnLayer, QueryRows
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.query.prompt import lay_out
+from kvtool.core.query.reply import NO_KV
 from kvtool.core.query.retrieve import find_chunks
 
 if TYPE_CHECKING:
@@ -75,9 +76,9 @@ class ReusedPrompt:
             )
         hits = plan.hit_rows().nonzero()[:, 0]
         if not len(hits):
-            raise UsageError(
-                "nothing of this prompt is reused from another place", "take more chunks (--top-k, --documents)"
-            )
+            reasons = {segment.reason for segment in plan.segments}
+            hint = "`kvtool ingest` computes its KV" if NO_KV in reasons else "take more chunks (--top-k, --documents)"
+            raise UsageError("nothing of this prompt is reused from another place", hint)
         return cls(decoder, plan, source, hits)
 
     def full(self) -> PromptCache:
