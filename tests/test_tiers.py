@@ -35,3 +35,8 @@ def test_every_mutant_is_caught_by_a_quick_test() -> None:
 def test_every_folder_has_quick_tests() -> None:
     folders = {path.parent for path, _ in functions()}
     assert {path.parent for path, test in functions() if not is_slow(test)} == folders
+
+
+def test_cases_of_a_file_run_in_one_worker(request: pytest.FixtureRequest) -> None:
+    if getattr(request.config.option, "loadgroup", False):
+        assert request.node.nodeid.endswith("@test_tiers")
