@@ -31,7 +31,7 @@ export KVTOOL_TEST_VLLM ?= $(patsubst %.ready,$(CURDIR)/%bin/python,$(wildcard $
 CLIENTS := .clients/.ready
 export KVTOOL_TEST_CLIENTS ?= $(patsubst %.ready,$(CURDIR)/%bin/python,$(wildcard $(CLIENTS)))
 
-.PHONY: demo test test-all test-arm test-clients test-vllm nightly bench fmt lint type docs clean
+.PHONY: demo test test-all tests test-arm test-clients test-vllm nightly bench fmt lint type docs clean
 .DEFAULT_GOAL := test
 
 # `make demo QUESTIONS=16` asks more, over the whole corpus.
@@ -50,12 +50,16 @@ $(READY): $(DEMO)
 demo: $(DEMO)
 	$(BIN)/python samples/demo.py $(if $(QUESTIONS),--questions $(QUESTIONS))
 
-test: lint type
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m 'not slow'
+# mypy keeps one core busy; the tests take what is left.
+test: $(READY)
+	$(MAKE) -j 2 lint type tests TIER='not slow'
 
 # Every case: before a release.
-test-all: lint type
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+test-all: $(READY)
+	$(MAKE) -j 2 lint type tests
+
+tests: $(READY)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(if $(TIER),-m '$(TIER)')
 
 # As root, on x86 Linux: the kernels' own tests in an emulated arm64 Debian, which is made in .arm.
 test-arm: $(READY)
