@@ -107,6 +107,7 @@ def test_concurrent_creation_of_a_store(tmp_path: Path) -> None:
         assert store.sources() == ["f0", "f1", "f10", "f11", "f20", "f21"]
 
 
+@pytest.mark.slow
 def test_killed_writers_lose_no_committed_file(tmp_path: Path) -> None:
     """Twenty kills at random moments, creation included; then the run that completes. Seeded, yet never the same."""
     path, moments = tmp_path / "store", random.Random(7)

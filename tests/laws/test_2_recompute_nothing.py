@@ -19,7 +19,6 @@ def holds(case: Case, selector: Selector, lead_in: Ids = BOS, holes: tuple[int, 
     assert other.tokens.reused == len(PREFIX) + sum(len(c) for i, c in enumerate(CHUNKS) if i not in holes)
 
 
-@pytest.mark.every_family
 @pytest.mark.parametrize("name", IDLE)
 def test_recompute_nothing_is_reuse(case: Case, name: str) -> None:
     holds(case, IDLE[name])

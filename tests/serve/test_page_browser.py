@@ -282,6 +282,7 @@ def test_a_server_that_is_killed_in_an_answer(
         assert "The server does not answer. The answer is incomplete" in note.inner_text()
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("width", [400, 1600])
 @pytest.mark.parametrize("colours", ["light", "dark"])

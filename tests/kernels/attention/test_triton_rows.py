@@ -97,6 +97,7 @@ def test_arrays_that_do_not_fit_are_refused_before_anything_runs() -> None:
             attend(*sides, PLAIN, KeyRanges([], places))
 
 
+@pytest.mark.slow
 def test_few_blocks_split_the_keys_and_many_do_not() -> None:
     tile = tile_for(32, 128, torch.bfloat16)
     assert splits_for(8, 65536, tile, 132) == 32
