@@ -157,6 +157,7 @@ def _store_missed(run: Run, session: Session) -> None:
 
     missed = [*(session.missed or {}).values()]
     try:
+        session.check_gate()  # which the next question would wait for
         store_missed(session, missed)
     except StoreLockedError:  # an ingest computes them itself
         pass

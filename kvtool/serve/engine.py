@@ -115,7 +115,8 @@ class Engine:
         if self._loaded.exists():
             session = self._loaded.session()
             with self._loaded.turn():
-                session.check_gate()
+                if session.store.ids_here():  # else no answer can depend on it
+                    session.check_gate()
             prepare_compiled_model(session.decoder)
         self.scheduler.start()
 

@@ -54,6 +54,7 @@ class IdleWork:
             return
         try:
             with session.lock, session.decoder.pausing(pause):
+                session.check_gate()  # which the next question would wait for
                 store_missed(session, chunks, later=True)
         except Interrupted:
             self._not_before = 0.0

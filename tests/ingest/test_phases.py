@@ -133,6 +133,7 @@ def test_a_missed_chunk_is_the_next_to_be_computed(
         patch.setattr("kvtool.cli.out.Out.on_terminal", True)  # a person does not wait for storing
         kvtool(*asked).fine()
     assert without_kv(path) == FILES
+    assert "has not been checked" in kvtool("inspect", "gate", "--store", path).err  # no KV was reused
     first: list[str] = []
     compute = ChunkStorer._compute
 

@@ -69,9 +69,11 @@ def load_and_fuse(
         session.identity.check_modes([str(options.fusion)], options.defer)
         layout, options, decision = _choose(session, layout, options)
         selector = selector_for(options, str(options.fusion))
-        goes_on_from_states = layout.prefix is not None and session.identity.keeps_states
-        if (selector.uses_cache or goes_on_from_states) and not options.force:
-            session.check_gate([segment.source.chunk_id for segment in layout.plan.cached])
+        keeps_states, reused = session.identity.keeps_states, layout.plan.cached
+        goes_on_from_states = layout.prefix is not None and keeps_states
+        is_reusing = selector.uses_cache and (keeps_states or bool(reused))  # without KV all is full prefill
+        if (is_reusing or goes_on_from_states) and not options.force:
+            session.check_gate([segment.source.chunk_id for segment in reused])
         if options.clamp:
             left = session.decoder.context - layout.plan.length
             options = replace(options, max_tokens=max(1, min(options.max_tokens, left)))

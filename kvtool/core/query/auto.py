@@ -36,7 +36,7 @@ def choose(
 ) -> tuple[PromptLayout, QueryOptions, Decision]:
     """Choose the mode, ratio and level that a prompt is answered in soonest. Raises GateError. Deciding counts in the
     TTFT; measuring the machine does not, and is reported as `profile`."""
-    if not options.force:
+    if layout.plan.cached and not options.force:
         session.check_gate()
     started = time.perf_counter()
     laid_out = _at_levels(session, layout, options)
