@@ -22,6 +22,7 @@ from kvtool.core.errors import DamagedError, KvtoolError, UsageError
 from kvtool.lmcache import LevelSerde, Rope, register
 from tests.codec.synthetic import LAYERS, STEP, model, relative
 from tests.fusion.making import case
+from tests.wording import refused
 
 HEADS, DIM, TOKENS = 2, 24, 32
 FREQUENCIES = [10000 ** (-pair / 10) for pair in range(10)]  # the last four numbers of a head are not rotated
@@ -125,30 +126,29 @@ def test_a_changed_byte_is_reported(at: int) -> None:
 def test_another_shape_or_profile_is_refused() -> None:
     serde = LevelSerde(profile(), 8)
     data = stored(serde, kv(0))
-    with pytest.raises(DamagedError, match="another codec profile"):
+    with refused(DamagedError):
         loaded(LevelSerde(replace(profile(), about={"rope": ROPE, "other": 1})), data)
-    with pytest.raises(KvtoolError, match="3 layers of 48 channels"):
+    with refused(KvtoolError, numbers=True):
         serde.estimate_serialized_size(Chunk(kv(0)[..., :24]))
     with pytest.raises(DamagedError):
         loaded(serde, data[:20])
-    with pytest.raises(KvtoolError, match="3 layers of 48 channels"):
+    with refused(KvtoolError, numbers=True):
         serde.deserialize(Chunk(data), Chunk(torch.zeros(SHAPE[:3])), None)
 
 
 def test_what_cannot_be_encoded_is_refused() -> None:
-    serde, chunk = LevelSerde(profile(), 8), kv(0)
+    chunk = kv(0)
     chunk[0, 0, 0, 0] = torch.inf
-    with pytest.raises(KvtoolError, match="not finite"):
-        stored(serde, chunk)
-    with pytest.raises(KvtoolError, match=r"more than 0\.5 bits"):
-        stored(LevelSerde(profile(), 0.5), kv(0) * 50)
+    for bits, given in ((8, chunk), (0.5, kv(0) * 50)):
+        with refused(KvtoolError, numbers=True):
+            stored(LevelSerde(profile(), bits), given)
 
 
 def test_wrong_settings_are_refused() -> None:
     for bits in (0.1, 17):
-        with pytest.raises(UsageError, match="bits a number"):
+        with refused(UsageError):
             LevelSerde(profile(), bits)
-    with pytest.raises(KvtoolError, match="does not say how"):
+    with refused(KvtoolError):
         LevelSerde(replace(profile(), about={}))
 
 

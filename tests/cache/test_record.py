@@ -12,6 +12,7 @@ from kvtool.core.cache import record
 from kvtool.core.cache.identity import ID_BYTES, chunk_id, ids_digest
 from kvtool.core.cache.record import Kind, KVHeader, decode_record, encode_record, seal, unseal
 from kvtool.core.errors import DamagedError
+from tests.wording import refused
 
 counts = st.integers(0, 2**32 - 1)
 headers = st.builds(
@@ -61,14 +62,14 @@ def test_other_key(key: bytes, other: bytes) -> None:
     if key == other:
         assert bytes(unseal(other, Kind.DOCUMENT, data)) == b"text"
     else:
-        with pytest.raises(DamagedError, match="another key"):
+        with refused(DamagedError):
             unseal(other, Kind.DOCUMENT, data)
 
 
 def test_other_kind() -> None:
-    with pytest.raises(DamagedError, match="kind"):
+    with refused(DamagedError):
         unseal(b"k", Kind.FILE, seal(b"k", Kind.DOCUMENT, b""))
-    with pytest.raises(DamagedError, match="kind"):
+    with refused(DamagedError):
         decode_record(b"k", seal(b"k", Kind.DOCUMENT, b""))
 
 
@@ -76,14 +77,14 @@ def test_newer_version_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "RECORD_VERSION", 9)
     data = seal(b"k", Kind.FILE, b"")
     monkeypatch.undo()
-    with pytest.raises(DamagedError, match="version 9"):
+    with refused(DamagedError, numbers=True):
         unseal(b"k", Kind.FILE, data)
 
 
 def test_raw_sizes_must_fit_the_shape() -> None:
     header = KVHeader("float32", 2, 3, 4, 5, "raw", 0)
     assert header.raw_bytes == 2 * 3 * 9 * 4
-    with pytest.raises(ValueError, match="216 bytes"):
+    with refused(ValueError, numbers=True):
         encode_record(b"k", header, [bytes(215)])
 
 
@@ -93,21 +94,20 @@ def test_a_signed_header_that_claims_too_much() -> None:
     data = bytearray(encode_record(b"k", huge, [b"abcd"]))
     data[8:11] = b"raw"
     data[-16:] = record._digest(b"k", [bytes(data[:-16])])
-    with pytest.raises(DamagedError, match="fit the shape"):
+    with refused(DamagedError):
         decode_record(b"k", data)
 
 
 @pytest.mark.parametrize("level", ["", "a b", "x" * 17, "é", "a/b", "a\n"])
 def test_bad_levels(level: str) -> None:
-    with pytest.raises(ValueError, match="level"):
+    with refused(ValueError):
         KVHeader("float16", 1, 1, 1, 1, level, 0)
 
 
 def test_bad_header_fields() -> None:
-    with pytest.raises(ValueError, match="dtype"):
-        KVHeader("int8", 1, 1, 1, 1, "raw", 0)
-    with pytest.raises(ValueError, match="tokens"):
-        KVHeader("float16", 1, -1, 1, 1, "raw", 0)
+    for dtype, tokens in (("int8", 1), ("float16", -1)):
+        with refused(ValueError):
+            KVHeader(dtype, 1, tokens, 1, 1, "raw", 0)
 
 
 def test_payload_is_aligned_in_the_record_and_writable_where_the_record_is() -> None:
@@ -179,7 +179,7 @@ def test_sequences_of_any_kind_are_equal() -> None:
 
 @pytest.mark.parametrize("bad", [[-1], [2**32]])
 def test_ids_that_do_not_fit(bad: list[int]) -> None:
-    with pytest.raises(ValueError, match="token ids"):
+    with refused(ValueError):
         chunk_id(**{**FIELDS, "token_ids": bad})
 
 

@@ -40,6 +40,7 @@ from tests.stores import (
     put,
     records_of,
 )
+from tests.wording import refused
 
 
 def test_round_trip(tmp_path: Path) -> None:
@@ -67,7 +68,7 @@ def test_what_is_not_there(tmp_path: Path) -> None:
         assert store.levels(id_of("x")) == []
         assert not store.has_chunk(id_of("x"))
         assert verify(store) == []
-        with pytest.raises(ValueError, match="20 bytes"):
+        with refused(ValueError, numbers=True):
             store.read_kv(b"short", "raw", 0)
 
 
@@ -158,7 +159,7 @@ def test_sensitivity_can_come_later_other_tokens_cannot(tmp_path: Path) -> None:
             writer.put_chunk(chunk, info, "raw", records_of("f0.0"))
         assert store.chunk_info(chunk) == side
         wrong = ChunkInfo(ids_of("f0.1"), info.lead_in, info.layers)
-        with pytest.raises(ValueError, match="other tokens"), store.writer() as writer:
+        with refused(ValueError), store.writer() as writer:
             writer.put_chunk(chunk, wrong, "raw", records_of("f0.0"))
         assert store.chunk_info(chunk) == side
 
@@ -167,10 +168,9 @@ def test_a_document_needs_its_chunks(tmp_path: Path) -> None:
     ref = ChunkRef(id_of("nobody"), 0, 1, 1)
     entry = FileEntry("a", 1, 2, "d", "s", ("a",))
     with Store.create_or_open(tmp_path / "store") as store, store.writer() as writer:
-        with pytest.raises(ValueError, match="never put"):
-            writer.commit_file(entry, [DocumentEntry("a", "text", "", (ref,))])
-        with pytest.raises(ValueError, match="exactly its documents"):
-            writer.commit_file(entry, [])
+        for documents in ([DocumentEntry("a", "text", "", (ref,))], []):
+            with refused(ValueError):
+                writer.commit_file(entry, documents)
         assert store.revision() == 0
 
 
@@ -229,7 +229,7 @@ def test_leaving_by_an_error_drops_what_is_buffered(tmp_path: Path) -> None:
             put(pen, "a")
             raise KeyboardInterrupt
         assert store.chunk_ids() == []
-        with pytest.raises(KvtoolError, match="ended"):
+        with refused(KvtoolError):
             put(pen, "a")
         with store.writer() as pen:
             put(pen, "a")
@@ -373,7 +373,7 @@ def _modes(path: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", ["x", "/etc/x", "../x", "gate/../../x", "data/gen-1/data.mdb"])
 def test_side_files_stay_inside(tmp_path: Path, name: str) -> None:
-    with Store.create_or_open(tmp_path / "store") as store, pytest.raises(ValueError, match="side file"):
+    with Store.create_or_open(tmp_path / "store") as store, refused(ValueError):
         store.side_file(name)
 
 
@@ -392,7 +392,7 @@ def test_moved_and_copied_stores_read_the_same(tmp_path: Path) -> None:
 def test_verify_samples_the_same_part(tmp_path: Path) -> None:
     with Store.open(make_store(tmp_path / "store")) as store:
         assert verify(store, Fraction(1, 7)) == []
-        with pytest.raises(ValueError, match="part"):
+        with refused(ValueError):
             verify(store, Fraction(3, 2))
 
 
@@ -468,7 +468,7 @@ def test_closed(tmp_path: Path) -> None:
     store = Store.create_or_open(tmp_path / "store")
     store.close()
     store.close()
-    with pytest.raises(KvtoolError, match="closed"):
+    with refused(KvtoolError):
         store.revision()
 
 
@@ -478,6 +478,6 @@ def _environment() -> dict[str, str]:
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="names of files are UTF-8 there")
 def test_a_folder_whose_name_is_not_utf8_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"udcff' cannot be a store: its name is not UTF-8"):
+    with refused(UsageError):
         Store.create_or_open(tmp_path / os.fsdecode(b"st\xff"))
     assert list(tmp_path.iterdir()) == []

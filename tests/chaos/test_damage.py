@@ -14,7 +14,7 @@ from typing import Any
 import lmdb
 import pytest
 
-from kvtool.core.cache import layout, tables
+from kvtool.core.cache import tables
 from kvtool.core.cache.integrity import find_damage, repair, verify
 from kvtool.core.cache.record import Kind, seal
 from kvtool.core.cache.side_files import read_served
@@ -25,6 +25,7 @@ from kvtool.core.errors import DamagedError, KvtoolError, StoreFormatError, Stor
 from tests.chaos.injury import flip_bit
 from tests.chaos.processes import command
 from tests.stores import LAYERS, check_file, id_of, make_store, payload_of, put
+from tests.wording import refused
 
 DIM = 256
 
@@ -231,22 +232,21 @@ def test_damaged_meta_pages_are_refused(path: Path) -> None:
             Store.open(path)
 
 
-@pytest.mark.parametrize(("key", "helps"), [(tables.STORE_KEY, layout.REBUILD), (tables.REVISION_KEY, layout.REPAIR)])
-def test_damaged_store_name_or_revision_names_the_way_out(path: Path, key: bytes, helps: str) -> None:
+@pytest.mark.parametrize("key", [tables.STORE_KEY, tables.REVISION_KEY])
+def test_damaged_store_name_or_revision_names_the_way_out(path: Path, key: bytes) -> None:
     """The store's own name, and its revision: without either nothing of it is answered."""
     flip(path, tables.META, key, len(stored(path, tables.META, key)) // 2)
-    with pytest.raises(DamagedError) as error, Store.open(path) as store:
+    with refused(DamagedError), Store.open(path) as store:
         store.revision()
-    assert error.value.hint == helps
 
 
 # ---- folders that are no store, not this store, not a finished store, or not writable ----
 
 
-def check_refusal(path: Path, error: Any, match: str | None = None) -> None:
+def check_refusal(path: Path, error: Any) -> None:
     """Neither is it opened nor made anew."""
     for door in (Store.open, Store.create_or_open):
-        with pytest.raises(error, match=match):
+        with pytest.raises(error):
             door(path)
 
 
@@ -254,9 +254,8 @@ def test_missing_store_is_not_made(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     for path in (tmp_path / "none", tmp_path / "none/deeper", empty):
-        with pytest.raises(StoreNotFoundError) as caught:
+        with refused(StoreNotFoundError):
             Store.open(path)
-        assert "make one with `kvtool ingest PATH`" in caught.value.hint
     assert not (tmp_path / "none").exists()
     assert os.listdir(empty) == []
 
@@ -267,10 +266,8 @@ def test_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
     (path / "cat.jpg").write_bytes(b"x")
     with pytest.raises(StoreFormatError):
         Store.create_or_open(path)
-    with pytest.raises(StoreNotFoundError) as caught:
+    with refused(StoreNotFoundError):
         Store.open(path)
-    assert "make one" not in caught.value.hint
-    assert "an empty or a new folder" in caught.value.hint
     assert os.listdir(path) == ["cat.jpg"]
     assert path.stat().st_mode & 0o777 == 0o755
 
@@ -303,12 +300,14 @@ def test_other_formats_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     path = make_store(tmp_path / "store")
     text = json.loads((path / "store.json").read_text())
     (path / "store.json").write_text(json.dumps({**text, "format": 99}))
-    check_refusal(path, StoreFormatError, match="format 99")
+    for door in (Store.open, Store.create_or_open):
+        with refused(StoreFormatError, numbers=True):
+            door(path)
     (path / "store.json").write_text(json.dumps(text))
     with Store.open(path) as store:
         inside = seal(tables.STORE_KEY, Kind.STORE, json.dumps({**text, "format": 98}).encode())
         store.environment.write(lambda txn: txn.put(META + tables.STORE_KEY, inside), 0)
-    with pytest.raises(StoreFormatError, match="format 98"):
+    with refused(StoreFormatError, numbers=True):
         Store.open(path)
 
 
@@ -412,7 +411,7 @@ def test_read_only_store_is_read_and_not_written(tmp_path: Path, monkeypatch: py
         assert store.read_only
         check_file(store, "f0")
         store.note_access([id_of("f0.0")])
-        with pytest.raises(KvtoolError, match="read-only"), store.writer():
+        with refused(KvtoolError), store.writer():
             pass
     assert {entry: entry.stat().st_mtime_ns for entry in path.rglob("*")} == before
 

@@ -262,7 +262,7 @@ def test_socket_of_another_user_is_not_used(users: tuple[User, User]) -> None:
         os.chown(path, second.uid, second.gid)
         path.chmod(0o666)
         assert first.does(lambda: unix_socket.connect(path)) == "None"
-        with pytest.raises(RuntimeError, match="Address already in use"):  # nor is it taken away
+        with pytest.raises(RuntimeError):  # nor is it taken away
             first.does(lambda: unix_socket.listen(path))
         os.chown(path, first.uid, first.gid)  # as if it had been changed for another one when it had been looked at
         assert first.does(lambda: unix_socket.connect(path)) == "None"

@@ -17,6 +17,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.errors import NoSpaceError
 from tests.chaos.processes import run
 from tests.stores import add_file, check_file, make_store
+from tests.wording import refused
 
 
 def fail(*given: object) -> None:
@@ -98,10 +99,8 @@ def test_compaction_spends_the_reserve_if_it_frees_more(
         if shrinks:
             assert pen.compact() > 0
         else:
-            with pytest.raises(NoSpaceError) as raised:
+            with refused(NoSpaceError):  # without a word of prune, which may be the very command that says it
                 pen.compact()
-            assert "prune" not in raised.value.hint  # which may be the very command that says it
-            assert "kvtool store compact" in raised.value.hint
         check_file(store, "f0", dim=256)
 
 

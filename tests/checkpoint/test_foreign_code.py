@@ -13,6 +13,7 @@ from kvtool.core.errors import ModelError
 from kvtool.core.retrieval.embed import Embedder
 from tests.cli.working import kvtool
 from tests.families import edit_config
+from tests.wording import refused
 
 EVIL = {"AutoConfig": "evil.Any", "AutoModelForCausalLM": "evil.Any", "AutoModel": "evil.Any"}
 
@@ -54,7 +55,7 @@ def test_a_yes_on_stdin_runs_no_code_of_a_tokenizer(folder: Path) -> None:
 @pytest.mark.slow
 def test_an_embedding_model_with_code_of_its_own_is_refused(folder: Path) -> None:
     edit_config(folder, auto_map=EVIL, model_type="evil")
-    with pytest.raises(ModelError, match="needs code from its own folder"):
+    with refused(ModelError):
         Embedder(str(folder)).encode(["x"])
     assert not (folder / "ran").exists()
 
@@ -62,7 +63,7 @@ def test_an_embedding_model_with_code_of_its_own_is_refused(folder: Path) -> Non
 def test_an_embedding_models_part_in_pickle_is_refused(folder: Path) -> None:
     (folder / "2_Dense").mkdir()
     (folder / "2_Dense" / "pytorch_model.bin").write_bytes(b"weights that can run code")
-    with pytest.raises(ModelError, match="2_Dense"):
+    with refused(ModelError, numbers=True):
         Embedder(str(folder))
 
 

@@ -35,6 +35,7 @@ from tests.checkpoint.gguf_files import add_value, finish, write_gguf, written
 from tests.checkpoint.gguf_models import IN_GGUF, InGguf
 from tests.families import tiny_model, tiny_tokenizer
 from tests.fusion.making import CHUNKS, PREFIX
+from tests.wording import refused
 
 
 @pytest.fixture(scope="module")
@@ -115,15 +116,14 @@ def test_interrupted_folder_is_written_again(tiny: Path, monkeypatch: pytest.Mon
 
 def test_no_space(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf_folder, "_write_files", Mock(side_effect=OSError(28, "No space left on device")))
-    with pytest.raises(NoSpaceError, match="no space left"):
+    with refused(NoSpaceError):
         prepare_folder(tiny)
 
 
 def test_cache_that_cannot_be_written(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTOOL_CACHE", str(tiny / "below"))
-    with pytest.raises(KvtoolError, match="cannot write") as caught:
+    with refused(KvtoolError):
         prepare_folder(tiny)
-    assert "KVTOOL_CACHE" in caught.value.hint
 
 
 @contextlib.contextmanager
@@ -140,37 +140,27 @@ def largest_file(size: int) -> Iterator[None]:
 
 def test_disk_refuses_the_tokenizer(tiny: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path))
-    with largest_file(5_000), pytest.raises(KvtoolError, match="cannot write a model's settings"):
+    with largest_file(5_000), refused(KvtoolError):
         prepare_folder(tiny)
     assert not list((tmp_path / "gguf").glob("*/*"))
 
 
 @pytest.mark.some(3)
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    "changes",
     [
-        ({"architecture": "nonsense"}, "nonsense"),
-        ({"architecture": "mamba"}, "mamba"),
-        ({"architecture": "granite"}, "does not read; that would need .*qwen3moe"),
-        ({"split__count": 3}, "3 parts"),
-        ({"block_count": 100_000}, "block_count"),
-        ({"feed_forward_length": 1 << 19}, "describes a larger model"),
-        ({"embedding_length": 1 << 30}, "embedding_length"),
-        ({"tensors": {"blk.0.ffn_gate_exps.weight": np.zeros((4, 64, 64))}}, "no room"),
-        ({"block_count": 5}, "weights"),
-        ({"drop": "blk.2.ffn_up.weight"}, "weights"),
-        ({"tensors": {"blk.0.attn_q.bias": np.zeros(64)}}, "bias"),
-        ({"tensors": {"blk.0.ssm_a": np.zeros(64)}}, "no room"),
-        ({"tensors": {"rope_factors_long.weight": np.ones(8)}}, "longrope"),
-        ({"tensors": {"rope_freqs.weight": np.full(8, 1.5)}}, "RoPE.*that would need"),
-        ({"llama__rope__scaling__type": "longrope"}, "longrope"),
+        *({"architecture": "nonsense"}, {"architecture": "mamba"}, {"architecture": "granite"}),
+        *({"split__count": 3}, {"block_count": 100_000}, {"feed_forward_length": 1 << 19}),
+        *({"embedding_length": 1 << 30}, {"tensors": {"blk.0.ffn_gate_exps.weight": np.zeros((4, 64, 64))}}),
+        *({"block_count": 5}, {"drop": "blk.2.ffn_up.weight"}, {"tensors": {"blk.0.attn_q.bias": np.zeros(64)}}),
+        *({"tensors": {"blk.0.ssm_a": np.zeros(64)}}, {"tensors": {"rope_factors_long.weight": np.ones(8)}}),
+        *({"tensors": {"rope_freqs.weight": np.full(8, 1.5)}}, {"llama__rope__scaling__type": "longrope"}),
     ],
 )
-def test_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+def test_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     path = write_gguf(tmp_path / "x.gguf", **changes)
-    with pytest.raises(ModelError, match=words) as caught:
-        load_model(resolve(str(path)), device="cpu")
-    assert caught.value.hint
+    with pytest.raises(ModelError) if "architecture" in changes else refused(ModelError, numbers=True):
+        load_model(resolve(str(path)), device="cpu")  # what `transformers` has no reader for, it says in its own words
 
 
 @pytest.mark.slow
@@ -250,7 +240,7 @@ HOSTILE = {
 def test_hostile(name: str, tmp_path: Path) -> None:
     path = tmp_path / "hostile.gguf"
     path.write_bytes(HOSTILE[name])
-    with pytest.raises(ModelError, match="not a whole GGUF file"):
+    with refused(ModelError):
         resolve(str(path))
 
 
@@ -258,7 +248,7 @@ def test_hostile(name: str, tmp_path: Path) -> None:
 def test_no_architecture(rest: bytes, tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     path.write_bytes(header(0, 1 if rest else 0, rest + bytes(64)))
-    with pytest.raises(ModelError, match="architecture"):
+    with refused(ModelError):
         resolve(str(path))
 
 
@@ -305,7 +295,7 @@ def test_what_is_passed_over_is_refused(tmp_path: Path) -> None:
     """Norms of queries and keys in a StableLM: `transformers`' reader finds no place for them, and says nothing."""
     family = IN_GGUF["stablelm"]
     written(tmp_path / "x.gguf", family, more={"blk.0.attn_q_norm.weight": np.ones((4, 64), np.float32)})
-    with pytest.raises(ModelError, match=r"no room, first blk\.0\.attn_q_norm"):
+    with refused(ModelError, numbers=True):
         load_model(resolve(str(tmp_path / "x.gguf")), device="cpu")
 
 

@@ -24,6 +24,7 @@ from kvtool.core.model.template import render
 from kvtool.core.model.tokens import encode, encode_control
 from tests.checkpoint.gguf_files import write_gguf
 from tests.families import FAMILIES, HYBRIDS, edit_config, save_tiny, tiny_model, tiny_tokenizer
+from tests.wording import refused
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def files(folder: Path) -> ModelFiles:
     return resolve(str(folder))
 
 
-def refused(files: ModelFiles) -> ModelError:
+def refusal(files: ModelFiles) -> ModelError:
     with pytest.raises(ModelError) as caught:
         load_model(files, device="cpu")
     assert caught.value.hint
@@ -77,7 +78,7 @@ def test_transformers_settings_are_put_back(files: ModelFiles) -> None:
 def test_unsupported_model_is_refused_before_its_weights(files: ModelFiles) -> None:
     edit_config(files.folder, rope_parameters={"rope_type": "mrope", "rope_theta": 1e4})
     (files.folder / "model.safetensors").write_bytes(b"")
-    assert "in an unknown way (mrope)" in refused(files).message
+    assert "in an unknown way (mrope)" in refusal(files).message
 
 
 def test_missing_weights(files: ModelFiles) -> None:
@@ -85,7 +86,7 @@ def test_missing_weights(files: ModelFiles) -> None:
     weights = load_file(path)
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, path, metadata={"format": "pt"})
-    assert "model.layers.1.mlp.up_proj.weight" in refused(files).message
+    assert "model.layers.1.mlp.up_proj.weight" in refusal(files).message
 
 
 @pytest.mark.parametrize(
@@ -102,13 +103,13 @@ def test_missing_weights(files: ModelFiles) -> None:
 )
 def test_odd_configuration(files: ModelFiles, changes: dict[str, Any]) -> None:
     edit_config(files.folder, **changes)
-    refused(files)
+    refusal(files)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"model": 1}'])
 def test_damaged_tokenizer(files: ModelFiles, text: str) -> None:
     (files.folder / "tokenizer.json").write_text(text)
-    with pytest.raises(ModelError, match="cannot be loaded"):
+    with pytest.raises(ModelError):
         load_tokenizer(files)
 
 
@@ -123,10 +124,9 @@ def test_truncation_and_padding_of_the_file_are_switched_off(files: ModelFiles) 
 def test_out_of_memory(files: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     full = RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: not enough memory")
     monkeypatch.setattr(load, "_plain_model", Mock(side_effect=full))
-    with pytest.raises(KvtoolError, match="not enough memory") as caught:
+    with refused(KvtoolError) as caught:
         load_model(files, device="cpu")
     assert caught.value.exit_code == 1
-    assert caught.value.hint
 
 
 @pytest.mark.parametrize("device", ["", "gpu", "cuda:", "cuda:x", "cpu:1", "cuda:99", "CUDA"])
@@ -171,7 +171,7 @@ def test_damaged_settings_of_a_gguf_file_are_made_again(tmp_path: Path) -> None:
     """The GGUF file is whole: to download it again would change nothing."""
     files = resolve(str(write_gguf(tmp_path / "x.gguf")))
     (files.folder / "tokenizer.json").write_text("{}")
-    assert refused(files).hint == f"delete {files.folder}; it is made again"
+    assert refusal(files).hint == f"delete {files.folder}; it is made again"
 
 
 def test_two_threads_load_at_once(tmp_path: Path) -> None:

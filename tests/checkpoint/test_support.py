@@ -24,6 +24,7 @@ from kvtool.core.model import rope
 from kvtool.core.session.gate import check_invariants
 from tests.families import SHAPE, filled, save_tiny, tiny_model
 from tests.fusion.making import CHUNKS, PREFIX, decoder_of, plain_model
+from tests.wording import refused
 from tests.wrappers import HYBRID_WRAPPERS, WRAPPERS, text_model
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -35,56 +36,33 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 PHI4_MINI = {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "sliding_window": 262144}
 _STATES_AND_WINDOWS = ["linear_attention", "sliding_attention"] * 24
-REFUSED: list[tuple[Any, str]] = [
-    (t.DeepseekV32Config, "chooses keys by their content"),
-    (t.MambaConfig, "recurrent"),
-    (t.Mamba2Config, "recurrent state in every layer"),
-    (t.BambaConfig, "recurrent"),
-    (t.GraniteMoeHybridConfig, "recurrent state in every layer"),
-    (partial(t.Qwen3NextConfig, layer_types=_STATES_AND_WINDOWS), "recurrent state besides sliding_attention"),
-    (t.Phi4MultimodalConfig, "no text model apart from what it sees or hears"),
-    (t.PaliGemmaConfig, "bidirectional"),
-    (t.MllamaConfig, "layers that attend to images"),
-    (partial(t.LlavaConfig, text_config=t.OPTConfig()), "no rotary"),
-    (t.GPT2Config, "no rotary"),
-    (t.OPTConfig, "no rotary"),
-    (t.BloomConfig, "no rotary"),
-    (t.MptConfig, "no rotary"),
-    (partial(t.FalconConfig, alibi=True), "ALiBi"),
-    (t.RwkvConfig, "no rotary"),
-    (t.BertConfig, "no rotary"),
-    (t.T5Config, "encoder-decoder"),
-    (t.BartConfig, "encoder-decoder"),
+REFUSED: list[Any] = [
+    *(t.DeepseekV32Config, t.MambaConfig, t.Mamba2Config, t.BambaConfig, t.GraniteMoeHybridConfig),
+    *(partial(t.Qwen3NextConfig, layer_types=_STATES_AND_WINDOWS), t.Phi4MultimodalConfig, t.PaliGemmaConfig),
+    *(t.MllamaConfig, partial(t.LlavaConfig, text_config=t.OPTConfig()), t.GPT2Config, t.OPTConfig, t.BloomConfig),
+    *(t.MptConfig, partial(t.FalconConfig, alibi=True), t.RwkvConfig, t.BertConfig, t.T5Config, t.BartConfig),
 ]
 
 
-@pytest.mark.parametrize(("config", "reason"), REFUSED)
-def test_refused_with_its_reason(config: Any, reason: str) -> None:
-    with pytest.raises(ModelError) as caught:
+@pytest.mark.parametrize("config", REFUSED)
+def test_refused_with_its_reason(config: Any) -> None:
+    with refused(ModelError):
         check_supported(config())
-    assert reason in caught.value.message
-    assert "; that would need " in caught.value.message
-    assert "Llama" in caught.value.hint
 
 
 @pytest.mark.parametrize(
-    ("config", "reason"),
+    "config",
     [
-        (partial(t.HunYuanDenseV1Config, head_dim=16), "cannot be moved"),
-        (partial(t.HunYuanMoEV1Config, head_dim=16), "cannot be moved"),
-        (t.DiffLlamaConfig, "other keys and values than it keeps"),
-        (t.GPTNeoXJapaneseConfig, "attention of its own"),
-        (t.FalconConfig, "no stack of decoder layers"),
-        (partial(t.MistralConfig, head_dim=16, sliding_window=0), "rows see nothing"),
-        (partial(t.MistralConfig, head_dim=16, sliding_window=-5), "rows see nothing"),
-        (partial(t.Gemma2Config, head_dim=16, attn_logit_softcapping=0.0), "no numbers"),
-        (partial(t.Gemma2Config, head_dim=16, sliding_window=None), "has no size"),
+        *(partial(t.HunYuanDenseV1Config, head_dim=16), partial(t.HunYuanMoEV1Config, head_dim=16), t.DiffLlamaConfig),
+        *(t.GPTNeoXJapaneseConfig, t.FalconConfig, partial(t.MistralConfig, head_dim=16, sliding_window=0)),
+        partial(t.MistralConfig, head_dim=16, sliding_window=-5),
+        partial(t.Gemma2Config, head_dim=16, attn_logit_softcapping=0.0),
+        partial(t.Gemma2Config, head_dim=16, sliding_window=None),
     ],
 )
-def test_what_only_the_built_model_shows_is_refused(config: Any, reason: str) -> None:
-    with pytest.raises(ModelError, match=reason) as caught:
+def test_what_only_the_built_model_shows_is_refused(config: Any) -> None:
+    with refused(ModelError):
         decoder_of(filled(t.AutoModelForCausalLM.from_config(config(**SHAPE))))
-    assert " would need " in f"{caught.value.message} {caught.value.hint}"
 
 
 def test_a_window_that_a_family_does_not_know_is_none() -> None:
@@ -97,7 +75,7 @@ def test_a_window_that_a_family_does_not_know_is_none() -> None:
 
 def test_keys_that_are_rotated_in_an_unknown_way_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rope.Layout, "rotate", lambda self, keys, angles: keys * 0)
-    with pytest.raises(ModelError, match=r"cannot be moved"):
+    with refused(ModelError):
         decoder_of(tiny_model("minicpm3"))
 
 
@@ -109,14 +87,14 @@ def test_a_position_of_three_parts_that_is_no_number_is_refused(monkeypatch: pyt
         return own(module, like, position_ids + (position_ids.ndim == 3))
 
     monkeypatch.setattr(type(model.model.rotary_emb), "forward", forward)
-    with pytest.raises(ModelError, match=r"otherwise than by one number; that would need"):
+    with refused(ModelError):
         decoder_of(model)
 
 
 def test_a_window_of_masks_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = filled(t.AutoModelForCausalLM.from_config(t.LlamaConfig(**SHAPE, sliding_window=20)))
     monkeypatch.setattr(modeling_llama, "create_causal_mask", create_sliding_window_causal_mask)
-    with pytest.raises(ModelError, match=r"attends over all tokens.*that would need"):
+    with refused(ModelError):
         decoder_of(model)
 
 
@@ -180,7 +158,7 @@ def test_an_embedding_of_another_shape_is_not_the_texts() -> None:
     tables = table("model.embed_tokens.weight") | table("audio.embed_tokens.weight", shape=(100, 64))
     assert names_among(tables, (512, 64)).base == "model."
     for names in (("model.embed.weight",), ("a.embed_tokens.weight", "b.embed_tokens.weight")):
-        with pytest.raises(ModelError, match="embeddings of 512 tokens"):
+        with refused(ModelError, numbers=True):
             names_among(table(*names), (512, 64))
 
 
@@ -206,5 +184,5 @@ def test_a_missing_weight_of_the_text_is_refused(tmp_path: Path) -> None:
     gone = next(name for name in weights if name.endswith("layers.2.mlp.down_proj.weight"))
     del weights[gone]
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ModelError, match="1 are missing"):
+    with refused(ModelError, numbers=True):
         load_model(resolve(str(folder)), device="cpu")

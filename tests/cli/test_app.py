@@ -67,7 +67,7 @@ def test_the_public_names() -> None:
     names = {"Cache", "KvtoolError", "KvtoolWarning", "QueryOptions", "Reply", "__version__", "open"}
     assert names <= {*kvtool.__all__}
     assert all(hasattr(kvtool, name) for name in kvtool.__all__)
-    with pytest.raises(AttributeError, match="no attribute 'nope'"):
+    with pytest.raises(AttributeError):
         _ = kvtool.nope  # type: ignore[attr-defined]
 
 

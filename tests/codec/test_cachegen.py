@@ -38,6 +38,7 @@ from tests.codec.synthetic import (
     relative,
     shelf,
 )
+from tests.wording import refused
 
 ROUNDING = 1 + 1e-5  # of the stated error, a float32 sum
 
@@ -209,7 +210,7 @@ def test_layers_of_a_chunk_have_one_length() -> None:
     kvs = CODECS["2"].decode_layers(items, shelf(profile()))
     assert [keys.shape[1] for keys, _ in kvs] == [40, 41]
     of_another = [encoded(*model().kv(0, 40), ["2"], profile(), 0)["2"]] * (LAYERS + 1)
-    with pytest.raises(DamagedError, match="another model"):
+    with refused(DamagedError):
         CODECS["2"].decode_layers(of_another, shelf(profile()))
 
 
@@ -353,7 +354,7 @@ def test_views_and_their_strides() -> None:
         assert whole == encode_nested(keys[:, 5:20], values[:, 5:20], 0, NESTED, one)
 
 
-def refused(item: Encoded, level: str, of: Profile | None = None, *, layer: int = 0) -> None:
+def check_damage(item: Encoded, level: str, of: Profile | None = None, *, layer: int = 0) -> None:
     with pytest.raises(DamagedError):
         decoded(item, level, of, layer=layer)
 
@@ -365,7 +366,7 @@ def test_a_profile_or_a_layer_that_is_not_the_records() -> None:
         with pytest.raises(DamagedError):
             CODECS["1"].decode([item], 0, found)
     for layer in (-1, 3, 1000):
-        refused(item, "1", profile(), layer=layer)
+        check_damage(item, "1", profile(), layer=layer)
     for wrong in (profile(groups=2), profile(2, 32), fitted(model(), tokens=399)):
         for one in (item, encoded(*kv, NESTED, profile())["1"]):
             with pytest.raises(DamagedError):
@@ -377,12 +378,12 @@ def test_of_another_level_or_length() -> None:
         item = encoded(*model().kv(0, 30), ["2"], of)["2"]
         decoded(item, "2", of)
         for level in ("1", "3", "4"):
-            refused(item, level, of)
+            check_damage(item, level, of)
         # A profile is as wide as a model's widest layer, so it takes a narrower one: what a record says of its shape is
         # under its digest, and held against the model's.
         narrower = [] if of else [(2, 30, 12)]
         for shape in ((2, 29, 24), (2, 31, 24), (2, 30, 25), (3, 30, 24), *narrower):
-            refused(replace(item, shape=shape), "2", of)
+            check_damage(replace(item, shape=shape), "2", of)
             with pytest.raises(DamagedError):  # not saved by a sound one before it
                 CODECS["2"].decode([item, replace(item, shape=shape)], 0, shelf(of))
 
@@ -401,7 +402,7 @@ def test_a_base_that_does_not_fit() -> None:
     for another in (profile(groups=2), fitted(model(), tokens=399), None):
         wrong.append(encoded(*model().kv(0, 30), ["2"], another)["2"])
     for base in wrong:
-        refused(replace(item, base=base), "1", of)
+        check_damage(replace(item, base=base), "1", of)
 
 
 def test_a_base_of_other_rounding() -> None:
@@ -409,7 +410,7 @@ def test_a_base_of_other_rounding() -> None:
     chain = encoded(*kv, ["1", "2"], of)
     other = encoded(kv[0] + 0.3 * torch.rand(kv[0].shape), kv[1], ["1", "2"], of)
     for one, base in ((chain, other), (other, chain)):
-        with pytest.raises(DamagedError, match="refines another one"):
+        with refused(DamagedError):
             decoded(replace(one["1"], base=base["2"]), "1", of)
     with pytest.raises(DamagedError):
         decoded(changed(chain["1"], base_check=0), "1", of)
@@ -424,7 +425,7 @@ def test_a_base_whose_empty_stream_would_do() -> None:
     decoded(chain["1"], "1", of)
     others = (encoded(*some.kv(0, 20), NESTED, of)["2"], encoded(*some.kv(0, 30), NESTED, other)["2"])
     for base in (chain["1"], chain["3"], chain["4"], *others):
-        refused(replace(chain["1"], base=base), "1", of)
+        check_damage(replace(chain["1"], base=base), "1", of)
 
 
 def test_a_transformed_record_among_those_without_a_profile() -> None:
@@ -441,7 +442,7 @@ def test_side_information_that_does_not_fit() -> None:
     known = Record.parse(item.payload).side
     unknown = bytes([len(shipped())])
     for side in (known + b"\0", known[:-1], b"", known[:-1] + unknown, b"\xff" * len(known)):
-        refused(changed(item, side=side), "1")
+        check_damage(changed(item, side=side), "1")
 
 
 def test_marks_that_are_not_those_of_the_stream() -> None:
@@ -462,24 +463,24 @@ def test_marks_that_are_not_those_of_the_stream() -> None:
             replace(escapes, places=np.array([just_outside], np.uint32), placed=one),
             replace(escapes, places=np.array([5, 5], np.uint32), placed=two),
         ):
-            refused(changed(item, escapes=wrong), "1", source)
+            check_damage(changed(item, escapes=wrong), "1", source)
     refining = encoded(*model().kv(0, 30), NESTED, of)["1"]  # which knows no marks
     escapes = Record.parse(refining.payload).escapes
     assert not len(escapes.marked)
-    refused(changed(refining, escapes=replace(escapes, marked=one)), "1", of)
+    check_damage(changed(refining, escapes=replace(escapes, marked=one)), "1", of)
 
 
 @pytest.mark.parametrize(
-    ("level", "size", "words"),
+    ("level", "size"),
     [
-        *((level, odd, "finite") for level in ("2", "cachegen-2") for odd in (np.inf, -np.inf, np.nan)),
-        *((level, size, "too large") for level, size in (("cachegen-2", 1e18), ("cachegen-2", 1e37), ("2", 1e37))),
+        *((level, odd) for level in ("2", "cachegen-2") for odd in (np.inf, -np.inf, np.nan)),
+        *(("cachegen-2", 1e18), ("cachegen-2", 1e37), ("2", 1e37)),
     ],
 )
-def test_numbers_that_cannot_be_coded_are_refused(level: str, size: float, words: str) -> None:
+def test_numbers_that_cannot_be_coded_are_refused(level: str, size: float) -> None:
     keys, values = torch.randn(2, 2, 30, 16)
     keys[1, 2, 3] = 1.0
-    with pytest.raises(KvtoolError, match=words):
+    with refused(KvtoolError):
         CODECS[level].encode_layers([(keys * size, values)], fitted(Model(2, 16)))
 
 
@@ -489,5 +490,5 @@ def test_without_a_profile_a_record_is_the_papers() -> None:
         of, paper = CODECS[level], CODECS[f"cachegen-{level}"]
         ours, theirs = ([b"".join(parts) for parts in codec.encode_layers([kv] * 3)] for codec in (of, paper))
         assert ours == theirs
-    with pytest.raises(KvtoolError, match="needs a codec profile"):
+    with refused(KvtoolError):
         encode_levels([kv], ["1", "2"])

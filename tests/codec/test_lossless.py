@@ -12,6 +12,7 @@ import zstandard
 from kvtool.core.codec.base import shape_of
 from kvtool.core.codec.lossless import Lossless, Raw
 from kvtool.core.errors import DamagedError
+from tests.wording import refused
 
 CODEC = Lossless("lossless")
 GOLDEN = bytes.fromhex(
@@ -108,5 +109,5 @@ def test_a_record_without_tokens_holds_none(codec: Raw | Lossless) -> None:
     payload = b"".join(codec.encode(*torch.empty((2, 2, 0, 4), dtype=torch.bfloat16)))
     keys, values = codec.decode_one(payload, shape_of(2, 0, 4, 4), "bfloat16")
     assert keys.shape == values.shape == (2, 0, 4)
-    with pytest.raises(DamagedError, match="shape"):
+    with refused(DamagedError):
         codec.decode_one(payload, shape_of(0, 2**32 - 1, 2**32 - 1, 2**32 - 1), "bfloat16")

@@ -14,6 +14,7 @@ from kvtool.core.codec.row_subset import inner_of, rows_of, tail_of
 from kvtool.core.codec.transform import encode_rows, some_rows
 from kvtool.core.errors import DamagedError
 from tests.codec.synthetic import model, profile, shelf
+from tests.wording import refused
 
 TOKENS, ROWS = 37, (0, 1, 2, 3, 9, 17, 36)
 SPARSE = [level for level in LEVELS if level not in WHOLE]
@@ -89,7 +90,7 @@ def test_a_record_that_cannot_be_is_damaged(item: Encoded) -> None:
 
 def test_layers_of_one_chunk_hold_the_same_rows() -> None:
     (_, one), (_, other) = records("keep50-2"), records("keep50-2", (0, 5))
-    with pytest.raises(DamagedError, match="different rows"):
+    with refused(DamagedError):
         CODECS["keep50-2"].decode_layers([one[0], other[1]])
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtool.core.common.files import open_regular, read_regular
+from tests.wording import refused
 
 
 def test_a_file_and_a_link_to_it(tmp_path: Path) -> None:
@@ -24,11 +25,11 @@ def test_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_bytes(b"")
     handles = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     for path in (tmp_path, tmp_path / "fifo", "/dev/zero"):
-        with pytest.raises(OSError, match="not a regular file"):
+        with refused(OSError):
             open_regular(path)
     status = os.stat(tmp_path / "a")
     monkeypatch.setattr(os, "stat", lambda path: status)  # a FIFO takes the place of a file that was looked at
-    with pytest.raises(OSError, match="not a regular file"):
+    with refused(OSError):
         open_regular(tmp_path / "fifo")
     if handles:
         assert len(os.listdir("/proc/self/fd")) == handles

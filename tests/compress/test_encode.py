@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from kvtool.core.cache import writer as writers
-from kvtool.core.cache.layout import REPAIR
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.lossless import Lossless
@@ -38,6 +37,7 @@ from tests.compress.making import (
     run,
     state_of,
 )
+from tests.wording import refused
 
 
 def bases_in(path: Path, level: str) -> set[int]:
@@ -225,9 +225,8 @@ def test_damage_deep_inside_says_what_to_do(fitted: Path) -> None:
     one, two, *_ = chunks_in(fitted)
     replace_record(fitted, one, "1", LAYERS - 1, flip)
     replace_record(fitted, two, "2", LAYERS - 1, flip)
-    with pytest.raises(DamagedError, match=f"layer {LAYERS - 1} of chunk .* at level") as raised:
+    with refused(DamagedError, numbers=True):
         run(fitted, "1", keep_raw=False)
-    assert raised.value.hint == REPAIR
     assert all("raw" in levels for levels in levels_in(fitted).values())
     kvtool("store", "verify", "--repair", "--store", fitted).fine()
     assert run(fitted, "1").encoded == 2
@@ -329,9 +328,8 @@ def test_a_single_bit_of_a_lossless_record_matters(plain: Path, monkeypatch: pyt
         values[0, 0, 0] = torch.nextafter(values[0, 0, 0], torch.tensor(9e9, dtype=values.dtype))
 
     monkeypatch.setattr(Lossless, "decode", changing(nudge)(Lossless.decode))
-    with pytest.raises(DamagedError, match="did not come back") as raised:
+    with refused(DamagedError):
         run(plain, "lossless", keep_raw=False)
-    assert "nothing was dropped" in raised.value.hint
     assert all("raw" in levels for levels in levels_in(plain).values())
 
 

@@ -18,6 +18,7 @@ from kvtool.core.corpus.readers.document import BinaryFile, Document, MissingPac
 from kvtool.core.corpus.reading import Reading
 from tests.support.office.facts import facts
 from tests.support.office.writers import WRITERS
+from tests.wording import refused
 
 SOURCE = "/in/a.zip"
 
@@ -141,16 +142,15 @@ def test_an_archive_of_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(archive, "_MOST_TEXT", 100)
     assert len(read(packed({f"{number}.txt": b"a" * 30 for number in range(3)}))) == 3
     for members in ({f"{number}.txt": b"a" for number in range(4)}, {"a.txt": b"a " * 51}):
-        with pytest.raises(BinaryFile, match="unpack it"):
+        with refused(BinaryFile):
             read(packed(members))
 
 
 def test_an_archive_without_a_document_is_refused() -> None:
-    with pytest.raises(BinaryFile, match=r"without a document that can be read \(pictures: 1 not read\)"):
-        read(packed({"a.png": b"\x89PNG"}))
-    with pytest.raises(BinaryFile, match="empty"):
-        read(packed({}))
-    with pytest.raises(UnreadableFile, match="not the ZIP container"):
+    for members in ({"a.png": b"\x89PNG"}, {}):
+        with refused(BinaryFile, numbers=True):
+            read(packed(members))
+    with refused(UnreadableFile):
         read(b"PK\3\4 cut off")
     assert kind_of(Path("a.zip")) == "archive"
 

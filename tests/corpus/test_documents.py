@@ -27,6 +27,7 @@ from kvtool.core.retrieval.finder import Places
 from tests.serve.conftest import wait_until
 from tests.support import documents
 from tests.support.office.portable import pdf, scanned
+from tests.wording import refused
 
 _CASES = Path(__file__).parent / "cases"
 _EXPECTED: dict[str, dict[str, Any]] = tomllib.loads((_CASES / "expected.toml").read_text("utf-8"))
@@ -70,7 +71,7 @@ def test_pages_of_a_pdf(reading: Reading) -> None:
     page = ["The mill stands by the river."]
     (document,) = reading.documents(Path("/a.pdf"), pdf([page, [], page]))
     assert document.notes == ()  # an empty page needs no note
-    with pytest.raises(UnreadableFile, match="which are scanned"):
+    with refused(UnreadableFile):
         reading.documents(Path("/a.pdf"), scanned(3))
     pages = [
         ["The annual report", f"Question {n}", f"The mill ground {n} sacks.", "11/28/26, 12:19 AM", f"a.html {n}/4"]
@@ -114,18 +115,16 @@ def test_a_line_of_what_a_command_says_is_called_so(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("program", "seconds", "why"),
+    ("program", "seconds"),
     [
-        ('import sys; sys.exit("no such page")', 300, "ended with code 1: no such page"),
-        ("import time; time.sleep(600)", 1, "takes over 1 s"),
-        ("pass", 300, "empty"),
-        ("print(chr(0) * 9)", 300, "binary"),
+        *(('import sys; sys.exit("no such page")', 300), ("import time; time.sleep(600)", 1)),
+        *(("pass", 300), ("print(chr(0) * 9)", 300)),
     ],
 )
-def test_what_a_command_does_wrong_fails_its_file_alone(program: str, seconds: int, why: str, tmp_path: Path) -> None:
-    with pytest.raises(UnreadableFile, match=why):
+def test_what_a_command_does_wrong_fails_its_file_alone(program: str, seconds: int, tmp_path: Path) -> None:
+    with refused(UnreadableFile, numbers=True):
         Reading({".x": _python(program)}, Bounds(seconds)).documents(tmp_path / "a.x", b"")
-    with pytest.raises(UnreadableFile, match="cannot be started"):
+    with refused(UnreadableFile, numbers=True):
         Reading({".x": "/no/such/program {}"}).documents(tmp_path / "a.x", b"")
 
 
@@ -136,7 +135,7 @@ def test_commands_come_from_ones_own_configuration_alone(tmp_path: Path) -> None
     options = resolve([IngestOptions], config=own, environ={}, folder=tmp_path).get(IngestOptions)
     assert options.reading.commands == {".djvu": "djvutxt {}"}
     (tmp_path / "kvtool.toml").write_text('[readers]\ntxt = "rm {}"\n', "utf-8")
-    with pytest.raises(UsageError, match="not taken from a working folder"):
+    with refused(UsageError):
         resolve([IngestOptions], environ={"KVTOOL_CONFIG": str(own)}, folder=tmp_path)
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvtool.core.corpus.readers import read_documents
 from kvtool.core.corpus.readers.document import Document, UnreadableFile
+from tests.wording import refused
 
 
 def lines(*written: str) -> list[Document]:
@@ -110,7 +111,7 @@ def test_notes() -> None:
     assert documents[0].notes[:7] == tuple(f"line {line} left out: no text" for line in range(2, 9))
     assert [note.split(" left out")[0] for note in documents[0].notes[7:]] == ["line 9", "line 10"]
     assert documents[1].notes == ()
-    with pytest.raises(UnreadableFile, match="no line has a text: line 1 left out"):
+    with refused(UnreadableFile, numbers=True):
         read({"n": 1})
     assert len(lines('{"text": "x"}', *["bad"] * 100)[0].notes) == 21
     row = {"id": "a", "text": "The mill is old.", "owner": {"name": "Rosa"}, "url": "http://m", "pages": 3}

@@ -7,6 +7,7 @@ import pytest
 from kvtool.core.corpus.readers.document import Document, UnreadableFile
 from kvtool.core.corpus.readers.opendocument import read
 from tests.corpus.test_archives import packed
+from tests.wording import refused
 
 _URN = "urn:oasis:names:tc:opendocument:xmlns"
 _NAMES = {name: f"{_URN}:{name}:1.0" for name in ("office", "text", "table", "style", "presentation", "chart", "form")}
@@ -209,9 +210,9 @@ def test_damaged_and_encrypted_files() -> None:
     assert made.text == "Body\n"
     assert made.notes == ("damaged parts: 1 not read",)
     manifest = '<manifest:manifest xmlns:manifest="m"><manifest:encryption-data/></manifest:manifest>'
-    with pytest.raises(UnreadableFile, match="protected by a password"):
+    with refused(UnreadableFile):
         read("/in/a.ods", packed({"content.xml": "\x8f\x01", "META-INF/manifest.xml": manifest}))
-    with pytest.raises(UnreadableFile, match="damaged"):
+    with pytest.raises(UnreadableFile):
         read("/in/a.fodt", b"<office:document>")
 
 

@@ -20,6 +20,7 @@ from kvtool.core.corpus.readers import read_as
 from kvtool.core.corpus.readers.document import Document, UnreadableFile
 from kvtool.core.corpus.readers.office import shown
 from tests.corpus.test_slides import MAIN, edited, saved
+from tests.wording import refused
 
 
 def read(data: bytes, ending: str = ".xlsx") -> Document:
@@ -291,12 +292,12 @@ def test_damaged_and_missing_parts() -> None:
 
 def test_refused_workbooks() -> None:
     data = edited(saved(rows(("A1", "sea"))), "xl/worksheets/sheet1.xml", lambda text: "<worksheet")
-    with pytest.raises(UnreadableFile, match="damaged"):
+    with refused(UnreadableFile):
         read(data)
-    with pytest.raises(UnreadableFile, match="not the ZIP container"):
+    with refused(UnreadableFile):
         read(b"version https://git-lfs.github.com/spec/v1\n", ".xlsx")
     head = _record(0x409, struct.pack("<HHH", 0, 0x10, 0)) + _record(0x2F, bytes(4))
-    with pytest.raises(UnreadableFile, match="protected by a password"):
+    with refused(UnreadableFile):
         read(head + _record(10, b""), ".xls")
 
 

@@ -16,6 +16,7 @@ from pptx.util import Inches
 
 from kvtool.core.corpus.readers import read_as
 from kvtool.core.corpus.readers.document import Document, UnreadableFile
+from tests.wording import refused
 
 MAIN = "http://schemas.openxmlformats.org/drawingml/2006/main"
 _BOX = (0, 0, Inches(4), Inches(3))
@@ -192,9 +193,9 @@ def test_damaged_slides() -> None:
     assert document.text == "# Berth 1\n\n# Berth 3\n"
     assert [mark.place for mark in document.marks] == ["slide 1", "slide 3"]
     assert document.notes == ("damaged slide 2: not all of it is read",)
-    with pytest.raises(UnreadableFile, match="none of its slides"):
+    with refused(UnreadableFile):
         read(edited(saved(deck()), "ppt/slides/slide1.xml", lambda text: "<p:sld"))
-    with pytest.raises(UnreadableFile, match="no presentation that can be opened"):
+    with pytest.raises(UnreadableFile):
         read(b"\xd0\xcf\x11\xe0" + bytes(600), ".ppt")
 
 

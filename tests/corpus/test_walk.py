@@ -13,6 +13,7 @@ import pytest
 from kvtool.core.corpus import ignoring
 from kvtool.core.corpus.walk import Skip, Skipped, Walked, find_files, places
 from kvtool.core.errors import UsageError
+from tests.wording import refused
 
 Form = Literal["NFC", "NFD"]
 
@@ -231,12 +232,9 @@ def test_a_fifo_is_passed_over(corpus: Path) -> None:
 def test_missing_and_empty(tmp_path: Path, corpus: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
-    for path in (tmp_path / "none", corpus / "a.txt" / "below", tmp_path / "x\0y"):
-        with pytest.raises(UsageError) as caught:
-            find_files([path])
-        assert caught.value.hint
-    with pytest.raises(UsageError):
-        find_files([])
+    for paths in ([tmp_path / "none"], [corpus / "a.txt" / "below"], [tmp_path / "x\0y"], []):
+        with refused(UsageError):
+            find_files(paths)
     found = find_files([empty, corpus])
     assert len(found.files) == 4
     assert found.bare == [empty.resolve()]
@@ -245,7 +243,7 @@ def test_missing_and_empty(tmp_path: Path, corpus: Path) -> None:
 def test_a_path_that_was_there_once_may_be_missing(tmp_path: Path, corpus: Path) -> None:
     found = find_files([corpus, tmp_path / "none"], remembered=lambda path: path.name == "none")
     assert found.missing == [tmp_path / "none"]
-    with pytest.raises(UsageError, match="no such file"):
+    with refused(UsageError):
         find_files([tmp_path / "never"], remembered=lambda path: path.name == "none")
 
 

@@ -13,6 +13,7 @@ import pytest
 from kvtool.core.corpus.readers import read_documents
 from kvtool.core.corpus.readers.document import Document, UnreadableFile
 from kvtool.core.corpus.readers.office import blocks, counter
+from tests.wording import refused
 
 _OFFICE = "http://schemas.openxmlformats.org/officeDocument/2006"
 _SPACES = " ".join(
@@ -272,7 +273,7 @@ def test_embedded_files_and_documents_are_counted() -> None:
     file = p(run("See the sheet.") + '<w:r><w:object><o:OLEObject ProgID="Excel.Sheet.12"/></w:object></w:r>')
     document = read(docx(file + '<w:altChunk r:id="aFChunk1"/>'))
     assert document.notes == ("embedded files: 1, embedded documents: 1 not read",)
-    with pytest.raises(UnreadableFile, match="no text in it; embedded files: 1 not read"):
+    with refused(UnreadableFile, numbers=True):
         read(docx(p("<w:r><w:object><o:OLEObject/></w:object></w:r>")))
 
 
@@ -397,10 +398,10 @@ def test_a_damaged_part_is_named_and_the_rest_is_read(kind: str, damage: str) ->
 
 
 def test_what_has_no_document_is_refused() -> None:
-    with pytest.raises(UnreadableFile, match="damaged"):
+    with refused(UnreadableFile):
         read(docx("").replace(b"document.xml", b"elsewhere.xm"))
     data = b'<?xml version="1.0"?><w:wordDocument xmlns:w="http://schemas.microsoft.com/office/word/2003/wordml"/>'
-    with pytest.raises(UnreadableFile, match="XML file"):
+    with refused(UnreadableFile):
         read(data, ".doc")
 
 
@@ -420,7 +421,7 @@ def test_disguised_files_are_read_by_their_content(ending: str, data: bytes, kin
 def test_locked_files_are_refused() -> None:
     office = b"\xd0\xcf\x11\xe0" + bytes(500) + "EncryptedPackage".encode("utf-16-le") + bytes(500)
     for data in (office, doc("secret\r", flags=0x100)):
-        with pytest.raises(UnreadableFile, match="password"):
+        with refused(UnreadableFile):
             read(data, ".doc")
 
 

@@ -83,7 +83,7 @@ def test_audits_are_kept_by_model(tmp_path: Path) -> None:
         path = store.side_file("audit/audits.sqlite")
         assert path.stat().st_mode & 0o777 == 0o600
         path.write_bytes(b"no database" * 1000)
-        with pytest.raises(DamagedError, match="cannot be read"):
+        with pytest.raises(DamagedError):
             kept_audits(store, MODEL)
         assert not keep_audit(store, MODEL, made())
 

@@ -34,6 +34,7 @@ from tests.fusion.making import (
     plain_text,
     tokens,
 )
+from tests.wording import refused
 
 EXACT = 1e-4  # of logits that differ by 3, in float32
 GOES_ON = tuple(name for name in HYBRIDS if name != "jamba")  # whose forward goes on from a state with several tokens
@@ -238,7 +239,7 @@ def test_a_state_cannot_go_back() -> None:
     fused = made.fused
     model = decoder("lfm2")
     model.extend([7, 8, 9], fused.cache)
-    with pytest.raises(ModelError, match="cannot go back"):
+    with refused(ModelError):
         fused.cache.set_length(fused.plan.length + 1)
     fused.cache.set_length(fused.plan.length)  # where it was marked
     first = model.extend([7], fused.cache)

@@ -19,6 +19,7 @@ from kvtool.core.options.resolve import resolve as settings
 from kvtool.core.query.reply import read_batch
 from tests.families import edit_config, save_tiny
 from tests.stores import make_store
+from tests.wording import refused
 
 DEEP = b"[" * 100_000
 
@@ -26,7 +27,7 @@ DEEP = b"[" * 100_000
 def test_questions_that_are_nested_too_deep(tmp_path: Path) -> None:
     path = tmp_path / "questions.jsonl"
     path.write_bytes(DEEP)
-    with pytest.raises(UsageError, match="line 1"):
+    with refused(UsageError, numbers=True):
         read_batch(path)
 
 
@@ -42,7 +43,7 @@ def test_a_manifest_that_is_no_object(tmp_path: Path) -> None:
     with Store.open(make_store(tmp_path / "store")) as store:
         with store.writer() as writer:
             writer.set_manifest(value)
-        with pytest.raises(DamagedError, match="manifest"):
+        with refused(DamagedError):
             store.manifest()
 
 
@@ -56,7 +57,7 @@ def test_a_settings_file_that_is_none(tmp_path: Path, kind: str) -> None:
         path.symlink_to("/dev/zero")
     else:
         path.write_bytes(b"#" * (2**20 + 1))
-    with pytest.raises(UsageError, match="cannot be read"):
+    with refused(UsageError):
         settings([], environ={"KVTOOL_HOME": str(tmp_path)}, folder=tmp_path)
 
 
@@ -79,12 +80,12 @@ def test_a_configuration_of_a_larger_model_than_its_weights(tmp_path: Path, chan
         load_model(files, device="cpu")
     assert caught.value.exit_code == 12
     if max(changes.values()) > 10**6:
-        with pytest.raises(ModelError, match="larger model"):
+        with refused(ModelError):
             supported_config(files)
     assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
 
 
 def test_settings_that_are_nested_too_deep(tmp_path: Path) -> None:
     (tmp_path / PROJECT_FILE).write_bytes(b"top_k = " + DEEP[:5000])
-    with pytest.raises(UsageError, match="not valid TOML"):
+    with pytest.raises(UsageError):
         settings([], environ={"KVTOOL_HOME": str(tmp_path)}, folder=tmp_path)

@@ -22,7 +22,6 @@ import pytest
 
 from kvtool.core.cache.store import Store
 from kvtool.core.common.machine import Arithmetic
-from kvtool.core.common.plugins import extra_line
 from kvtool.core.errors import KvtoolError, ModelError, UsageError
 from kvtool.core.ingest import ray_storer
 from kvtool.core.ingest.options import IngestOptions
@@ -51,6 +50,7 @@ from tests.cli.working import (
 )
 from tests.remote.serving import free_port
 from tests.serve.conftest import wait_until
+from tests.wording import refused
 
 PATIENCE = 300.0  # seconds, for what is started or ended on a machine that does much else
 WORKERS = ("--ray", "local", "--ray-workers", "2")
@@ -236,7 +236,7 @@ def test_a_worker_says_what_is_wrong_with_its_model(alone: tuple[object, ...], t
     with Store.open(tmp_path / "alone") as store:
         identity = store_identity(store)
     other = replace(identity, fingerprint="0" * 64)
-    with pytest.raises(ModelError, match="another model"):
+    with refused(ModelError):
         RemotePrefillWorker(Recipe(other, ModelOptions(model=identity.model), "raw"), 0).state()
     with pytest.raises(ModelError):
         RemotePrefillWorker(Recipe(identity, ModelOptions(model=str(tmp_path / "gone")), "raw"), 0).state()
@@ -254,30 +254,28 @@ def test_what_a_cluster_has_not_is_refused() -> None:
     shared = share_of({"CPU": 64, "GPU": 4}, 0, "auto")
     assert (shared.workers, shared.gpus) == (4, 1)
     assert share_of({"CPU": 64, "GPU": 4}, 2, "cpu").cpus == 32
-    with pytest.raises(UsageError, match="3 workers, and Ray has 2 GPUs"):
-        share_of({"CPU": 64, "GPU": 2}, 3, "cuda")
-    with pytest.raises(UsageError, match="3 workers, and Ray has 2 CPUs"):
-        share_of({"CPU": 2, "GPU": 2}, 3, "cpu")
-    with pytest.raises(UsageError, match="none are asked for"):
+    for cpus, device in ((64, "cuda"), (2, "cpu")):
+        with refused(UsageError, numbers=True):
+            share_of({"CPU": cpus, "GPU": 2}, 3, device)
+    with refused(UsageError):
         IngestOptions(ray_workers=2)
 
 
 def test_unreachable_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
     for address in ("127.0.0.1:1", "nonsense:xx", "[::1"):
-        with pytest.raises(KvtoolError, match="does not answer") as told:
+        with pytest.raises(KvtoolError) as told:
             check_reachable(address)
         assert "--ray local" in told.value.hint
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(KvtoolError, match="needs the package ray") as told:
+    with refused(KvtoolError):
         check_reachable("local")
-    assert told.value.hint == extra_line("ray")
 
 
 def test_a_worker_of_another_version_is_refused() -> None:
     states = [WorkerState("0.0.9", "tiny", "cpu", "float32", 1)]
     workers = Workers.__new__(Workers)
     workers._ray = SimpleNamespace(get=lambda references: states, exceptions=pytest.importorskip("ray").exceptions)
-    with pytest.raises(KvtoolError, match=r"have kvtool 0\.0\.9, and this is"):
+    with refused(KvtoolError):
         workers._states([])
 
 
@@ -286,9 +284,8 @@ def test_workers_that_cannot_import_kvtool(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "sitecustomize.py").write_text(_WITHOUT)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     recipe: Any = {}
-    with pytest.raises(KvtoolError, match=r"cannot run kvtool .*No module named 'kvtool'") as told:
+    with refused(KvtoolError):
         Workers(IngestOptions(ray="local", ray_workers=1, device="cpu"), recipe)
-    assert "install this version" in told.value.hint
 
 
 _WITHOUT = """

@@ -14,6 +14,7 @@ from kvtool.core.corpus.readers import file_of, read_documents
 from kvtool.core.corpus.readers.document import BinaryFile, EmptyFile, SecretFile, UnreadableFile
 from kvtool.core.corpus.readers.text import SNIFFED, check
 from tests.cli.working import kvtool, listing
+from tests.wording import refused
 
 WORDS = "Permission is hereby granted, free of charge, to any person who has a copy of this.\n"
 PAGE = ".TH VISIT 7 2026-05\n.SH NAME\nvisit \\- walk around the mill\n"
@@ -63,7 +64,7 @@ def test_what_nobody_wrote_is_not(data: bytes, error: type[Exception]) -> None:
 
 
 def test_a_long_text_has_to_be_named() -> None:
-    with pytest.raises(BinaryFile, match="over 16 MiB"):
+    with refused(BinaryFile, numbers=True):
         check(WORDS.encode() * 100, 1 << 25)
 
 
@@ -78,11 +79,11 @@ def test_a_packed_file_is_read_as_what_it_holds() -> None:
     assert file_of(line.source) == "/in/a.jsonl.gz"
     whole = gzip.compress(noise(5000))
     for damaged in (whole[:2000], whole[:-8] + bytes(8), b"no gzip", whole[:3]):
-        with pytest.raises(UnreadableFile, match="damaged"):
+        with refused(UnreadableFile):
             read_documents(Path("/in/a.txt.gz"), damaged)
     with pytest.raises(EmptyFile):
         read_documents(Path("/in/a.txt.gz"), gzip.compress(b""))
-    with pytest.raises(UnreadableFile, match="over 256 MiB"):
+    with refused(UnreadableFile, numbers=True):
         read_documents(Path("/in/a.txt.gz"), gzip.compress(bytes((1 << 28) + 1), 1))
 
 

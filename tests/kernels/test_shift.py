@@ -13,6 +13,7 @@ from kvtool.core.kernels.shift import ShiftKernel, ShiftSpans
 from kvtool.core.native.isa import ISAS, runnable
 from kvtool.core.native.threads import use_pool
 from tests.kernels.formulas import random, rotated
+from tests.wording import refused
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # One number of another rounding, of numbers below 8: sums over probes are added in another order.
@@ -128,7 +129,7 @@ def test_factors_of_one_layer_take_the_place_of_the_others() -> None:
     mover.add(1, torch.zeros(COUNT))
     assert all(torch.equal(*pair) for pair in zip(before, layers[1], strict=True))
     for bad in (torch.zeros(COUNT - 1), torch.zeros(COUNT).double(), torch.zeros(2 * COUNT)[::2]):
-        with pytest.raises(ValueError, match="no factors"):
+        with refused(ValueError):
             mover.add(1, bad)
 
 
@@ -141,11 +142,11 @@ def test_what_machine_code_does_not_know_is_refused() -> None:
         random(2, COUNT, 8),
         random(2, COUNT, 20),
     ):
-        with pytest.raises(ValueError, match="no machine code"):
+        with refused(ValueError):
             ShiftKernel(runs, [(bad, bad)], isa, [""])
     for other in (random(3, COUNT, 16), good.half(), random(2, COUNT + 1, 16), random(COUNT, 2, 16).transpose(0, 1)):
         for layers in ([(good, other)], [(good, good), (other, good)]):
-            with pytest.raises(ValueError, match="no machine code"):
+            with refused(ValueError):
                 ShiftKernel(runs, layers, isa, [""] * len(layers))
 
 

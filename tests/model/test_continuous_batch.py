@@ -105,7 +105,7 @@ def test_a_step_that_fails_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared.decoder, "extend", Mock(side_effect=KvtoolError("out of memory")))
     assert batch.step() == sequences
     for sequence in sequences:
-        with pytest.raises(KvtoolError, match="memory"):
+        with pytest.raises(KvtoolError):
             sequence.end()
 
 

@@ -24,6 +24,7 @@ from samples.benchmarks.bench.plain import attention_of_transformers
 from tests.families import FAMILIES, tiny_model
 from tests.fusion.making import LOSSLESS, NAMES, Case, case, decoder_of, distance, new_case, plain_logits
 from tests.spying import calls_of
+from tests.wording import refused
 from tests.wrappers import WRAPPERS, loaded_text
 
 pytestmark = pytest.mark.skipif(isa_here() is None, reason="there is no machine code for this CPU")
@@ -165,12 +166,9 @@ def test_a_pool_computes_where_all_products_are_our_own(monkeypatch: pytest.Monk
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [("gpt-neox", "has attention"), ("olmo", "clipped"), ("bitnet", "has attn_sub_norm")],  # others: test_forward.py
-)
-def test_what_is_not_known_is_declined_by_name(name: str, why: str) -> None:
-    with pytest.raises(UnsupportedArchitecture, match=why):
+@pytest.mark.parametrize("name", ["gpt-neox", "olmo", "bitnet"])  # others: test_forward.py
+def test_what_is_not_known_is_declined_by_name(name: str) -> None:
+    with refused(UnsupportedArchitecture):
         read_model_spec(case(name).decoder)
 
 
@@ -178,8 +176,8 @@ def test_a_parameter_or_module_beside_the_known_ones_is_not_passed_over() -> Non
     gained, adapted = tiny_model("llama"), tiny_model("llama")
     gained.model.layers[2].self_attn.register_parameter("gain", torch.nn.Parameter(torch.ones(1)))
     adapted.model.layers[1].mlp.add_module("adapter", torch.nn.Linear(64, 64))
-    for model, why in ((gained, "LlamaAttention has gain"), (adapted, "has adapter")):
-        with pytest.raises(UnsupportedArchitecture, match=why):
+    for model in (gained, adapted):
+        with refused(UnsupportedArchitecture):
             decoding_weights(decoder_of(model))
 
 
@@ -189,7 +187,7 @@ def test_a_trial_takes_rounding_and_nothing_else(dtype: torch.dtype) -> None:
     check_trial(expected.to(dtype), expected, dtype, layers=1)
     worse = expected * (1 + 1.5 * TOLERANCE[dtype])
     assert relative_error(worse, expected) == pytest.approx(1.5 * TOLERANCE[dtype], rel=1e-2)
-    with pytest.raises(UnsupportedArchitecture, match="own forward differs"):
+    with refused(UnsupportedArchitecture):
         check_trial(worse, expected, dtype, layers=1)
     check_trial(worse, expected, dtype, layers=4)
     with pytest.raises(UnsupportedArchitecture):
@@ -225,5 +223,5 @@ def test_a_norm_that_nobody_knows_needs_no_file() -> None:
         plain = untouched(input_ids=torch.tensor([list(plan.ids)]), use_cache=False).logits[0, -1]
         assert distance(fused.logits, plain) <= 1e-4
         assert distance(fused.logits, plain_logits("llama", "float32", tuple(plan.ids))) > 1
-    with pytest.raises(UnsupportedArchitecture, match="LargestNorm is no root mean square norm"):
+    with refused(UnsupportedArchitecture):
         decoding_weights(tried.decoder)

@@ -33,6 +33,7 @@ from kvtool.core.model.options import SamplingOptions
 from kvtool.core.model.tokens import TextStream, encode
 from tests.families import tiny_model
 from tests.fusion.making import BOS, NAMES, Case, case, decoder_of, plain_model, sampling, tokenizer
+from tests.wording import refused
 
 BELL = "The bell was cast in 1884, and it hangs in the tower of Corvane."
 PROUD = "They are proud of their place in the world"
@@ -271,9 +272,8 @@ def test_numbers_that_are_not_finite_are_no_answer() -> None:
         logits = torch.zeros(9, dtype=torch.float32)
         logits[4] = wrong
         for choose in (first_token, next_token):  # later ones can overflow, too
-            with pytest.raises(ModelError, match="finite") as caught:
+            with refused(ModelError):
                 choose(logits, sampling())
-            assert "full" in caught.value.hint
     logits[4], logits[2] = float("-inf"), 1.0  # a token that the model rules out
     assert first_token(logits, sampling()) == 2
     with pytest.raises(ModelError):
@@ -331,7 +331,7 @@ def test_unlikely_tokens_are_not_drawn(options: dict[str, Any], kept: list[int])
 
 
 def test_a_bias_of_no_token_is_refused() -> None:
-    with pytest.raises(UsageError, match="token 4"):
+    with refused(UsageError, numbers=True):
         next_token(torch.zeros(4), sampling(logit_bias="4=1"))
 
 

@@ -23,6 +23,7 @@ from tests.fusion.making import (
     tokens,
 )
 from tests.spying import calls_of
+from tests.wording import refused
 
 
 @pytest.mark.parametrize("lead_in", [(), BOS, PREFIX, tokens(100, 40)], ids=["none", "bos", "prefix", "long"])
@@ -64,7 +65,7 @@ def test_extending_a_full_cache(room: int) -> None:
 def test_a_token_that_the_model_does_not_know_is_told(token: int) -> None:
     """As a damaged store may give one: a GPU would end the process for it."""
     decoder = decoder_of(tiny_model("llama"), "cpu")
-    with pytest.raises(DamagedError, match=f"token {token} is none of the model's {VOCAB}"):
+    with refused(DamagedError, numbers=True):
         decoder.prefill([1, token, 3])
-    with pytest.raises(DamagedError, match="none of the model's"):
+    with refused(DamagedError, numbers=True):
         prefill_chunks(decoder, LeadIn(decoder, [1]), [PrefillItem((1, token))])

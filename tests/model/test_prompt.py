@@ -183,7 +183,7 @@ def test_base_model_without_template() -> None:
     ],
 )
 def test_unusable_template(template: str) -> None:
-    with pytest.raises(ModelError, match="chat template") as caught:
+    with pytest.raises(ModelError) as caught:
         prompt_parts(with_template(template))
     assert caught.value.hint
 
@@ -206,7 +206,7 @@ def test_unusable_template(template: str) -> None:
 )
 def test_a_template_that_takes_too_much(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtool.core.model.template.SECONDS", 1)
-    with pytest.raises(ModelError, match="chat template cannot be used") as caught:
+    with pytest.raises(ModelError) as caught:
         prompt_parts(with_template(template))
     assert caught.value.exit_code == 12
 

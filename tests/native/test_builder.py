@@ -7,6 +7,7 @@ import pytest
 from kvtool.core.native.builder import FunctionBuilder, module
 from kvtool.core.native.isa import AVX2
 from kvtool.core.native.jit import Job
+from tests.wording import refused
 
 JOB = Job(rows="float*", count="i64", scale="float")
 
@@ -45,5 +46,5 @@ def test_what_is_called_is_declared_once(k: FunctionBuilder) -> None:
 def test_a_job_has_all_of_its_fields_and_no_others() -> None:
     assert list(JOB.pack(count=2, rows=64, scale=1.0)) == [64, 2, 0x3F800000]
     for fields in ({"rows": 0, "count": 1}, {"rows": 0, "count": 1, "scale": 1.0, "more": 2}):
-        with pytest.raises(ValueError, match="rows, count, scale"):
+        with refused(ValueError):
             JOB.pack(**fields)

@@ -179,7 +179,7 @@ def test_a_pool_is_given_back_after_an_error() -> None:
         with use_pool(3):
             raise ValueError("inside")
 
-    with pytest.raises(ValueError, match="inside"):
+    with pytest.raises(ValueError):
         failing()
     assert current() is None
     assert len(threads._idle) == 1

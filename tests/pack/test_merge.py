@@ -18,6 +18,7 @@ from kvtool.core.remote.packs import export, import_sources
 from kvtool.core.remote.values import Survey
 from tests.cli.working import CHUNKS, PREFIX, break_record, chunks_of, damages, kvtool, state, write_corpus
 from tests.compress.making import check_sound
+from tests.wording import refused
 
 PARTS = 3
 
@@ -161,5 +162,5 @@ def test_what_cannot_be_merged_changes_nothing(parts: Path, tmp_path: Path, tiny
         import_sources(parts, [tmp_path / "link"])
     assert not (first / "inner").exists()
     kvtool("ingest", parts / "corpus", "--store", tmp_path / "bos", "--model", tiny, *CHUNKS, "--lead-in", "bos").fine()
-    with pytest.raises(StoreFormatError, match="lead_in"):
+    with refused(StoreFormatError):
         import_sources(tmp_path / "bos", [first])

@@ -18,6 +18,7 @@ from kvtool.core.errors import ContextFullError, KvtoolError, UsageError
 from kvtool.core.query.conversation import Conversation
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
+from tests.wording import refused
 
 FIRST, SECOND = "Who built the third mill?", "What does the fifth mill grind?"
 ASKING: dict[str, Any] = {"max_tokens": 6, "top_k": 3}
@@ -68,7 +69,7 @@ def test_its_prompt_is_all_turns_as_the_template_has_them(mode: str, corpus: Pat
 
 def test_a_question_that_finds_nothing_is_asked_of_what_stands(cache: package.Cache) -> None:
     talk = cache.conversation(**ASKING)
-    with pytest.raises(KvtoolError, match="no chunk matches"):
+    with refused(KvtoolError):
         talk.ask("xyzzy")
     assert not talk.turns
     talk.ask(FIRST)
@@ -123,7 +124,7 @@ def test_an_answer_that_is_ended_stands_as_far_as_it_was_said(cache: package.Cac
 def test_a_full_context_is_said_and_makes_room(cache: package.Cache) -> None:
     talk = cache.conversation(**ASKING)
     talk.ask(FIRST)
-    with pytest.raises(ContextFullError, match="the model takes 2048"):
+    with refused(ContextFullError):
         talk.ask(SECOND, QueryOptions(max_tokens=2000))
     standing = talk.tokens
     assert talk.ask(SECOND).tokens["resident"] >= standing
@@ -155,7 +156,7 @@ def test_it_starts_over_with_a_word_where_the_store_was_opened_anew(store: Path)
         reply = talk.ask(SECOND)
         assert reply.tokens["resident"] == 0
         assert "the conversation starts over" in said[-1]
-    with pytest.raises(UsageError, match="was closed"):
+    with refused(UsageError):
         talk.ask(SECOND)
 
 

@@ -21,6 +21,7 @@ from kvtool.core.session.session import Session
 from tests.cli.working import CHUNKS, PREFIX, QUESTION, kvtool, write_batch, write_corpus
 from tests.families import save_tiny
 from tests.fusion.making import tokenizer
+from tests.wording import refused
 
 ONCE = "The mill was built by Anna Reeve, who came from Brennick with two mules."
 LOOP = " ".join([ONCE] * 4)
@@ -106,7 +107,7 @@ def test_a_base_model_does_not_ask_itself(behind: str, tmp_path: Path, says: Cal
 
 
 def test_a_stream_is_a_function(store: Path) -> None:
-    with package.open(store) as cache, pytest.raises(UsageError, match="stream: True is not a function"):
+    with package.open(store) as cache, refused(UsageError):
         cache.query(QUESTION, stream=True)  # type: ignore[arg-type]
 
 

@@ -22,6 +22,7 @@ from kvtool.core.options.option import options_of
 from kvtool.core.options.resolve import Resolved, resolve
 from kvtool.core.query.options import QueryOptions, every_parameter, shown_default
 from tests.cli.working import kvtool as command
+from tests.wording import refused
 
 CONCEPTS = Path(kvtool.__file__).parent / "docs" / "guide" / "concepts.md"
 SET = options_of(QueryOptions)["set"]
@@ -60,25 +61,15 @@ def test_python_gives_a_mapping() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pair", "said", "hint"),
+    "pair",
     [
-        ("blnd.metric=k_l1", "there is no parameter 'blnd.metric'", "did you mean 'blend.metric'?; known: "),
-        ("blend.ratio=0.5", "there is no parameter 'blend.ratio'", "--ratio gives it; known: "),
-        ("blend.metric=l7", "blend.metric: 'l7' is none of v_sse, k_sse", "default v_sse"),
-        ("union.links=-2", "union.links: -2 is less than 0", "Link tokens"),
-        ("infoflow.from_depth=2", "infoflow.from_depth: 2.0 is not between 0 and 1", "default 0.5"),
-        ("defer.first=0", "defer.first: 0 is less than 1", "default 2"),
-        ("blend.metric", "--set: 'blend.metric' does not fit NAME=VALUE", "kvtool help concepts"),
+        *("blnd.metric=k_l1", "blend.ratio=0.5", "blend.metric=l7", "union.links=-2", "infoflow.from_depth=2"),
+        *("defer.first=0", "blend.metric"),
     ],
 )
-def test_a_wrong_parameter_is_a_usage_error(pair: str, said: str, hint: str) -> None:
-    with pytest.raises(UsageError) as caught:
+def test_a_wrong_parameter_is_a_usage_error(pair: str) -> None:
+    with refused(UsageError, numbers=True):
         by_flags(pair).get(QueryOptions)
-    assert said in caught.value.message
-    assert hint in caught.value.hint
-    if hint.endswith("known: "):
-        assert "blend.check_layer=1, blend.metric=v_sse" in caught.value.hint
-        assert "load.timeout=10s" in caught.value.hint
 
 
 def test_the_command_refuses_an_unknown_name() -> None:

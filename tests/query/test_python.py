@@ -26,6 +26,7 @@ from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Reply, Request, read_batch
 from kvtool.core.session.session import Session
 from tests.cli.working import CHUNKS, QUESTION, SEEN, break_record, chunks_of, kvtool, listing
+from tests.wording import refused
 
 NEW = "# The windmill\n\nThe windmill on the hill was built by Zacharias in 1888. It pumps water."
 OPTIONS = QueryOptions(max_tokens=4, top_k=3)
@@ -87,7 +88,7 @@ def test_new_changed_and_removed_documents(cache: Cache, own: Path, store: Path)
     (own / "new.md").unlink()
     ingest(own, store)
     assert "new.md" not in sources(cache.query(question, max_tokens=1))
-    with pytest.raises(UsageError, match="not in the store"):
+    with refused(UsageError):
         cache.query(question, documents=["new.md"])
     with package.open(store) as idle:
         assert facts(cache.query(question, max_tokens=4)) == facts(idle.query(question, max_tokens=4))
@@ -157,7 +158,7 @@ def test_a_store_of_another_model_is_refused(session: Session, store: Path) -> N
     with Store.open(store) as other, other.writer() as writer:
         manifest = other.manifest()
         writer.set_manifest(manifest | {"identity": manifest["identity"] | {"fingerprint": "another"}})
-    with pytest.raises(ModelError, match="another model's now"):
+    with refused(ModelError):
         answer(session, Request("mill"), OPTIONS)
 
 
@@ -175,14 +176,14 @@ def test_a_store_with_another_instruction_is_followed(session: Session, store: P
 def test_another_store_in_its_place_is_noticed(session: Session, store: Path, built: Path) -> None:
     shutil.rmtree(store)
     shutil.copytree(built / "store", store)
-    with pytest.raises(StoreFormatError, match="another store"):
+    with refused(StoreFormatError):
         answer(session, Request("mill"), OPTIONS)
 
 
 def test_nothing_is_written_under_a_view(store: Path) -> None:
     with Store.open(store) as opened:
         with opened.view():
-            with pytest.raises(KvtoolError, match="view"), opened.writer():
+            with refused(KvtoolError), opened.writer():
                 pass
             opened.end_view()
             with opened.writer():
@@ -209,7 +210,7 @@ def test_options_that_were_made_before_are_asked_with(store: Path) -> None:
         asked = cache.query("Where does the first mill stand?", **vars(options))
         assert asked.fusion == "epic"
         assert asked.tokens["generated"] <= 3
-        with pytest.raises(package.KvtoolError, match="offline is the same for all"):
+        with refused(package.KvtoolError):
             cache.query("Where?", **vars(package.QueryOptions(offline=True)))
 
 
@@ -256,6 +257,6 @@ def test_threads_ingest_while_others_ask(cache: Cache, corpus: Path) -> None:
 
 def test_a_python_user_is_warned(store: Path) -> None:
     break_record(store, chunks_of(store, "mill0.md")[0], 1)
-    with package.open(store) as opened, pytest.warns(package.KvtoolWarning, match="computed in place") as told:
+    with package.open(store) as opened, refused(package.KvtoolWarning) as told:
         opened.query("first mill", documents=["mill0.md"], max_tokens=1)
     assert {one.filename for one in told} == {__file__}

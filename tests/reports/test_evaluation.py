@@ -9,6 +9,7 @@ import pytest
 
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.reports.evaluation import Journal
+from tests.wording import refused
 
 FACTS = {"store": "abc", "max_tokens": 20, "max_loss": None}
 ROWS = {"full": {"f1": 1.0, "answer": "마을\n둘"}, "reuse": {"f1": 0.5, "answer": ""}}
@@ -71,10 +72,8 @@ def test_more_runs_of_a_question(path: Path) -> None:
 @pytest.mark.parametrize("changed", [{"store": "abd"}, {"max_tokens": 21}, {"more": 1}])
 def test_other_facts(path: Path, changed: dict[str, object]) -> None:
     whole = filled(path)
-    (name,) = changed
-    with pytest.raises(UsageError, match=name.replace("_", " ")) as caught:
+    with refused(UsageError):
         Journal(path, FACTS | changed)
-    assert caught.value.hint
     assert path.read_bytes() == whole
 
 
@@ -86,7 +85,7 @@ def test_a_foreign_file_is_left_alone(path: Path, content: bytes) -> None:
     if content.startswith(b'{"type": "kvtool'):  # a torn first line of our own
         assert Journal(path, FACTS).rows == {}
         return
-    with pytest.raises(UsageError, match="line 1"):
+    with refused(UsageError, numbers=True):
         Journal(path, FACTS)
     assert path.read_bytes() == content
 
@@ -95,7 +94,7 @@ def test_damage_in_the_middle(path: Path) -> None:
     lines = filled(path).split(b"\n")
     for bad in (b"{", b"[]", b"{}", json.dumps({"index": "x", "runs": {}}).encode()):
         path.write_bytes(b"\n".join([*lines[:2], bad, *lines[3:]]))
-        with pytest.raises(UsageError, match="line 3"):
+        with refused(UsageError, numbers=True):
             Journal(path, FACTS)
 
 
@@ -103,7 +102,7 @@ def test_two_at_once(path: Path) -> None:
     filled(path)
     first, second = Journal(path, FACTS), Journal(path, FACTS)
     with first.writing():
-        with pytest.raises(KvtoolError, match="another process"), second.writing():
+        with refused(KvtoolError), second.writing():
             pass
         first.add(3, None, ROWS)
     assert 3 not in second.rows
@@ -112,7 +111,7 @@ def test_two_at_once(path: Path) -> None:
 
 
 def test_places(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot be read"):
+    with refused(UsageError):
         Journal(tmp_path, FACTS)
     deep = tmp_path / "a" / "b.jsonl"
     with Journal(deep, FACTS).writing():

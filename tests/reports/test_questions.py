@@ -20,6 +20,7 @@ from kvtool.core.query.reply import Request
 from kvtool.reports.questions import PairedRun, RunSpec, parse_run, parse_runs
 from tests.fusion.making import CHUNKS, NAMES, Case, case, new_case, plain_text, tokens
 from tests.reports.plain import past_of, run_plain
+from tests.wording import refused
 
 
 def names(*texts: str) -> list[str]:
@@ -58,34 +59,19 @@ def test_lists() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    "text",
     [
-        ("blond", "did you mean 'blend'"),
-        ("auto", "known: full"),
-        ("blend@prefix", "fusion mode"),
-        ("union+shfit=no", "did you mean 'shift'"),
-        ("union+ratio=3%", "no option 'ratio'"),
-        ("reuse+shift=no", "leave it out"),
-        ("union+shift=perhaps", "perhaps"),
-        ("blend+metric=v", "v_sse"),
-        ("", "known"),
-        ("reuse:0.1", "write reuse"),
-        ("reuse:", "write reuse"),
-        ("blend:x", "is not a number or a percentage"),
-        ("blend:1.01", "between 0 and 1"),
-        ("epic:1.5", "is not a whole number"),
-        ("epic:-1", "is less than 0"),
+        *("blond", "auto", "blend@prefix", "union+shfit=no", "union+ratio=3%", "reuse+shift=no", "union+shift=perhaps"),
+        *("blend+metric=v", "", "reuse:0.1", "reuse:", "blend:x", "blend:1.01", "epic:1.5", "epic:-1"),
     ],
 )
-def test_bad_runs(text: str, said: str) -> None:
-    with pytest.raises(UsageError) as caught:
+def test_bad_runs(text: str) -> None:
+    with refused(UsageError):
         parse_run(text)
-    assert repr(text) in caught.value.message
-    assert said in caught.value.message + caught.value.hint
 
 
 def test_a_list_of_nothing() -> None:
-    with pytest.raises(UsageError, match="names no run"):
+    with refused(UsageError):
         parse_runs([" , "])
 
 

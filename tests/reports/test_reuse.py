@@ -32,6 +32,7 @@ from kvtool.reports.reused_prompt import (
 )
 from tests.fusion.making import BOS, CHUNKS, NAMES, PREFIX, Case, case, plain_rows
 from tests.reports.plain import attention_of, past_of
+from tests.wording import refused
 
 
 def subject_of(one: Case, plan: Plan | None = None) -> ReusedPrompt:
@@ -126,7 +127,7 @@ def test_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_that_is_reused_from_elsewhere() -> None:
     one = case("llama")
-    with pytest.raises(UsageError, match="reused"):
+    with refused(UsageError):
         subject_of(one, one.plan(CHUNKS[:1], lead_in=PREFIX))
 
 

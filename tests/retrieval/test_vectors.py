@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from kvtool.core.cache.store import Store
-from kvtool.core.errors import DamagedError, ModelError, UsageError
+from kvtool.core.errors import DamagedError, ModelError, NothingFoundError, UsageError
 from kvtool.core.retrieval import embed
 from kvtool.core.retrieval.embed import Embedder, Meaning, remembered
 from kvtool.core.retrieval.finder import Finder
 from kvtool.core.retrieval.index import index_of
 from kvtool.core.retrieval.passages import RetrievalOptions
 from tests.retrieval.making import ingest, retrieval
+from tests.wording import refused
 
 TEXTS = {"a": "the mill", "b": "the stream", "c": "the loaf", "d": "something else"}
 
@@ -43,7 +44,7 @@ def test_a_word_that_is_not_there_is_found_by_its_meaning(store: Store, static_m
         for retriever in ("dense", "hybrid", "auto"):
             how = retrieval(retriever, static_model)
             assert found(store, question, how)[0] == source
-        with pytest.raises(Exception, match="no chunk matches"):
+        with refused(NothingFoundError):
             found(store, question, retrieval("bm25", static_model))
 
 
@@ -82,16 +83,16 @@ def test_each_model_has_vectors_of_its_own(store: Store, static_model: Path, sen
 
 def test_the_model_is_remembered(store: Store, static_model: Path) -> None:
     assert remembered(store) is None
-    with pytest.raises(UsageError, match="needs an embedding model"):
+    with refused(UsageError):
         found(store, "grinder", retrieval("dense"))
-    with pytest.raises(Exception, match="no chunk matches"):
+    with refused(NothingFoundError):
         found(store, "grinder", retrieval())
     Finder(store).embed(str(static_model))
     assert remembered(store) == str(static_model)
     assert found(store, "grinder", retrieval())[0] == "a"
     assert found(store, "river mill", retrieval("dense", static_model))[:2] == ["a", "b"]
     assert found(store, "river mill", retrieval("dense", static_model, source="[bcd]")) == ["b"]
-    with pytest.raises(UsageError, match="no document matches"):
+    with refused(UsageError):
         found(store, "river", retrieval(source="*.md"))
 
 
@@ -104,34 +105,32 @@ def test_a_remembered_model_that_is_gone_is_told_and_done_without(store: Store, 
         assert hits[0].passage.source == "a"
         assert "found only by words" in warned[0]
         for how in (retrieval("hybrid"), retrieval("auto", static_model)):
-            with pytest.raises(ModelError, match="there is no embedding model"):
+            with refused(ModelError):
                 found(store, "mill", how)
     finally:
         gone.rename(static_model)
 
 
 def test_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, static_model: Path, sentence_model: Path) -> None:
-    with pytest.raises(ModelError, match=r"config\.json is missing"):
+    with refused(ModelError):
         Embedder(str(tmp_path))
     (tmp_path / "config.json").write_text("[")
     (tmp_path / "pytorch_model.bin").write_bytes(b"weights that can run code")
-    with pytest.raises(ModelError, match="no safetensors weights"):
+    with refused(ModelError):
         Embedder(str(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"no weights")
-    with pytest.raises(ModelError, match="cannot be read"):
+    with refused(ModelError):
         Embedder(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ModelError, match="cannot be loaded"):
+    with pytest.raises(ModelError):
         Embedder(str(tmp_path)).encode(["x"])
-    with pytest.raises(ModelError, match="not on this machine, and kvtool is offline"):
-        Embedder("nobody/nothing", offline=True)
-    with pytest.raises(ModelError, match="there is no embedding model at"):
-        Embedder("./nothing")
+    for name in ("nobody/nothing", "./nothing"):
+        with refused(ModelError):
+            Embedder(name, offline=True)
     monkeypatch.setattr(embed, "find_spec", lambda name: None)
-    for model, package in ((static_model, "model2vec"), (sentence_model, "sentence_transformers")):
-        with pytest.raises(ModelError, match=f"needs the package {package}") as caught:
+    for model in (static_model, sentence_model):
+        with refused(ModelError):
             Embedder(str(model))
-        assert "kvtool[embed]" in caught.value.hint
 
 
 def test_hub_cache(static_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ def test_pages_of_other_origins(ready: Path, tmp_path: Path) -> None:
             assert posts(served) == [200, 499]
             wait_until(lambda: served.engine.scheduler.running == 0)
         count = len(served.log)
-        with pytest.raises(api.Error, match="Failed to fetch"):
+        with pytest.raises(api.Error):
             stranger.evaluate(ASK, question)
         refused = served.log[count:]
         browser.close()

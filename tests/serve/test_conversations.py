@@ -28,6 +28,7 @@ from kvtool.serve.job import Answer, Ask, Event, TooSlowError, Turns
 from kvtool.serve.options import ServeOptions
 from tests.serve import conftest
 from tests.serve.conftest import KEY, PATIENCE, Served, serving, turned
+from tests.wording import refused
 
 QUESTIONS = (
     "Who built the third mill?",
@@ -160,7 +161,7 @@ def another_lead_in(store: Path) -> None:
     """Ingest the same texts after another lead-in: the same token ids under other chunk ids."""
     with kvtool.open(store) as cache:
         files = [entry.path for entry in cache._open_session().store.files()]
-        with pytest.warns(KvtoolWarning, match="lead-in changes"):
+        with refused(KvtoolWarning):
             cache.ingest(files, chunk_tokens=64, lead_in="none")
 
 
@@ -235,7 +236,7 @@ def test_an_earlier_question_need_not_have_found_anything(client: Client) -> Non
     answer = client.ask(QUESTIONS[0], (("xyzzy", "I do not know."),))
     assert answer.chunks
     assert counts(answer) == (0, answer.facts["tokens"]["resident"])
-    with pytest.raises(KvtoolError, match="no chunk matches"):
+    with refused(KvtoolError):
         client.ask("xyzzy")
 
 
@@ -256,7 +257,7 @@ def test_what_is_too_long_is_known_before_anything_is_computed(client: Client, m
     assert sum(rows) <= computed
     assert [text for text, _ in answer.warnings if "starts over" in text] != []
     assert answer.text == alone.text
-    with pytest.raises(UsageError, match="the model takes 2048"):
+    with refused(UsageError):
         client.ask("word " * 20_000)
 
 

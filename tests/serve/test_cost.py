@@ -16,7 +16,7 @@ import httpx2
 import pytest
 
 from kvtool.core.common.text import normalised
-from kvtool.core.errors import KvtoolError
+from kvtool.core.errors import UsageError
 from kvtool.core.query.conversation import BACK, search_text
 from kvtool.core.retrieval.finder import _MOST_SPLITS, Places, _matcher
 from kvtool.serve import wire
@@ -72,7 +72,7 @@ def test_letters_are_normalised_as_ever() -> None:
 
 def test_a_label_is_looked_for_at_few_places() -> None:
     places = Places(Mock())
-    with patch.object(places, "_documents", return_value=[]) as tried, pytest.raises(KvtoolError, match="has no"):
+    with patch.object(places, "_documents", return_value=[]) as tried, pytest.raises(UsageError):
         places.of_chunks("z " * 2000 + "row 9")
     assert tried.call_count == _MOST_SPLITS
 

@@ -28,6 +28,7 @@ from kvtool.serve.metrics import logged
 from kvtool.serve.options import ServeOptions
 from tests.cli.working import QUESTION
 from tests.serve.conftest import KEY, PATIENCE, Served, serving, turned, wait_until
+from tests.wording import refused
 
 CHAT = "/v1/chat/completions"
 PAGE = "http://localhost:3000"
@@ -122,7 +123,7 @@ def test_the_key_is_made_once_and_kept_from_others(home: Path) -> None:
     for given in ("", key[:-1], "🔑"):
         assert key_of(given, ["kv-another", key]) is None
     path.chmod(0o644)
-    with pytest.raises(KvtoolError, match="others may read"):
+    with refused(KvtoolError):
         read_keys(path)
 
 
@@ -134,17 +135,11 @@ def test_a_line_of_a_key_file_is_a_key_a_comment_or_an_error(tmp_path: Path) -> 
     many = [f"{KEY}-{number}" for number in range(1000)]  # more than 4,096 bytes
     path.write_text("\n".join(many))
     assert [*read_keys(path)] == many
-    for wrong, why in (
-        (" \n# none\n", "holds no key"),
-        (f"{KEY}\n{KEY} # alice\n", "line 2 of .* is no key"),
-        ("correct horse battery staple", "line 1 of .* is no key"),
-        (f"{KEY[:15]}\n", "line 1 of .* is no key"),
-        ("\n".join(many * 4), "longer than 65,536 bytes"),
-    ):
+    phrase, large = "correct horse battery staple", "\n".join(many * 4)
+    for wrong in (" \n# none\n", f"{KEY}\n{KEY} # alice\n", phrase, f"{KEY[:15]}\n", large):
         path.write_text(wrong)
-        with pytest.raises(UsageError, match=why) as caught:
+        with refused(UsageError, numbers=True) as caught:
             read_keys(path)
-        assert caught.value.hint
         assert "horse" not in str(caught.value)
 
 

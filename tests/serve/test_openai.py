@@ -18,6 +18,7 @@ from kvtool.serve.wire import Refusal
 from tests.cli.working import QUESTION, chunks_of
 from tests.cli.working import kvtool as command
 from tests.serve.conftest import KEY, PATIENCE, Served, ask, of_shell, serving, stream, wait_until
+from tests.wording import refused
 
 ASKED = [{"role": "user", "content": QUESTION}]
 
@@ -105,27 +106,24 @@ def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").id == "tiny"
     assert client.models.retrieve("kvtool").owned_by == "kvtool"  # requests may name it so
-    with pytest.raises(openai.NotFoundError, match="this server serves 'tiny'"):
+    with refused(openai.NotFoundError):
         client.models.retrieve("org/another")
 
 
 def test_errors_are_the_clients_own(client: openai.OpenAI, served: Served) -> None:
-    with pytest.raises(openai.NotFoundError, match="this server serves 'tiny'"):
+    with refused(openai.NotFoundError):
         client.chat.completions.create(model="gpt-7", messages=ASKED)
     for wrong in ({"fusion": "glue"}, {"topk": 3}, {"chunks": ["00" * 20]}, {"chunks": ["a"], "documents": ["b"]}):
         with pytest.raises(openai.BadRequestError):
             client.chat.completions.create(model="tiny", messages=ASKED, extra_body={"kvtool": wrong})
-    with pytest.raises(openai.BadRequestError, match="logit_bias"):
+    with refused(openai.BadRequestError):
         client.chat.completions.create(model="tiny", messages=ASKED, logit_bias={"99999999": 1})
-    with pytest.raises(openai.BadRequestError, match="logprobs"):
+    with refused(openai.BadRequestError):
         client.completions.create(model="tiny", prompt=QUESTION, logprobs=0)
     for nothing in ([], [{"role": "assistant", "content": "I"}], [{"role": "user", "content": " "}]):
         with pytest.raises(openai.BadRequestError):
             client.chat.completions.create(model="tiny", messages=nothing)
-    with (
-        client_of(served, "kv-another") as stranger,
-        pytest.raises(openai.AuthenticationError, match="the server's operator has the key"),
-    ):
+    with client_of(served, "kv-another") as stranger, refused(openai.AuthenticationError):
         stranger.models.list()
 
 
@@ -169,7 +167,7 @@ def test_log_probabilities(client: openai.OpenAI) -> None:
     first = biased.choices[0].logprobs.content[0]
     assert [one.logprob for one in first.top_logprobs] == [one.logprob for one in rows[0].top_logprobs]
     assert client.chat.completions.create(**asked | {"top_logprobs": None}).choices[0].logprobs.content[0].bytes
-    with pytest.raises(openai.BadRequestError, match="top_logprobs"):
+    with refused(openai.BadRequestError):
         client.chat.completions.create(**asked | {"top_logprobs": 21})
 
 
@@ -189,9 +187,8 @@ def test_an_answer_may_take_what_is_left_of_the_context(client: openai.OpenAI, s
     told = client.chat.completions.create(model="tiny", messages=full, extra_body=own, **endless).model_extra["kvtool"]
     assert "it starts over" in told["warnings"][0]["message"]
     too_long: list[Any] = [{"role": "user", "content": "mill " * decoder.context}]
-    with pytest.raises(openai.BadRequestError, match="ask a shorter one") as refused:
+    with refused(openai.BadRequestError):
         client.chat.completions.create(model="tiny", messages=too_long, max_tokens=5)
-    assert "--" not in refused.value.message
 
 
 def test_errors_name_options_and_leave_names_as_they_are() -> None:
@@ -212,14 +209,14 @@ def test_a_greeting_is_answered_without_passages(ready: Path) -> None:
             assert done.usage.completion_tokens > 0
         answer = done.choices[0].message.content
         assert client.completions.create(model="tiny", prompt="xyzzy").model_extra["kvtool"]["retrieval"] == "none"
-        with pytest.raises(openai.NotFoundError, match="no chunk matches"):
+        with refused(openai.NotFoundError):
             client.chat.completions.create(model="tiny", messages=said, extra_body=strict)
         turns: list[Any] = [*said, {"role": "assistant", "content": answer}, *ASKED]
         told = client.chat.completions.create(model="tiny", messages=turns).model_extra["kvtool"]
         assert "retrieval" not in told
         assert told["chunks"]
     with serving(ready, strict=True) as served, client_of(served) as client:
-        with pytest.raises(openai.NotFoundError, match="no chunk matches"):
+        with refused(openai.NotFoundError):
             client.chat.completions.create(model="tiny", messages=said)
         told = client.chat.completions.create(
             model="tiny", messages=said, extra_body={"kvtool": {"strict": False}}
@@ -229,7 +226,7 @@ def test_a_greeting_is_answered_without_passages(ready: Path) -> None:
 
 def test_embeddings_where_there_is_an_embedder(store: Path, built: Path, static_model: Path) -> None:
     with serving(store) as served, client_of(served) as client:
-        with pytest.raises(openai.NotFoundError, match="no embedding model"):
+        with refused(openai.NotFoundError):
             client.embeddings.create(model="any", input="mill")
         with kvtool.open(store) as cache:
             cache.ingest(built / "corpus", embedder=str(static_model))
@@ -287,7 +284,7 @@ def test_a_stop_text_ends_both(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_temperature_is_refused(client: openai.OpenAI, stream: bool) -> None:
-    with pytest.raises(openai.BadRequestError, match="verify and temperature exclude each other"):
+    with refused(openai.BadRequestError):
         asked(client, ASKED, REUSE, temperature=0.7, stream=stream)
 
 

@@ -30,6 +30,7 @@ from kvtool.serve.wire import Refusal
 from tests.cli.working import QUESTION
 from tests.families import tiny_tokenizer
 from tests.serve.conftest import KEY, PATIENCE, Served, ask_of_chat, ask_of_message, serving
+from tests.wording import refused
 
 anthropic = pytest.importorskip("anthropic")
 ollama = pytest.importorskip("ollama")
@@ -239,9 +240,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ("body", "param"), REFUSED, ids=[f"{number}-{param}" for number, (_, param) in enumerate(REFUSED)]
 )
 def test_what_no_grammar_can_say_is_refused(body: dict[str, Any], param: str) -> None:
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(Refusal) as caught:
         ask_of_chat({"messages": [ASKED], **body})
-    assert (refused.value.status, refused.value.param) == (400, param)
+    assert (caught.value.status, caught.value.param) == (400, param)
 
 
 @pytest.mark.parametrize("schema", USUAL, ids=range(len(USUAL)))
@@ -259,9 +260,8 @@ def test_stop_texts_do_not_cut_what_a_grammar_forces(more: dict[str, Any]) -> No
 
 def test_without_the_library_a_schema_is_refused_and_tools_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tools_module, "is_installed", lambda: False)
-    with pytest.raises(Refusal, match="llguidance") as refused:
+    with refused(Refusal):
         ask_of_chat({"messages": [ASKED], "tools": TOOLS, "tool_choice": "required"})
-    assert "kvtool[structured]" in refused.value.hint
     assert len(ask_of_chat({"messages": [ASKED], "tools": TOOLS}).tools) == 2
     assert ask_of_chat({"messages": [ASKED], "tools": TOOLS, "tool_choice": "none"}).tools == ()
 
@@ -386,12 +386,11 @@ def test_a_grammar_of_python(ready: Path, monkeypatch: pytest.MonkeyPatch) -> No
             "Baker A.",
             "Baker B.",
         )
-        with pytest.raises(UsageError, match="cannot be held"):
+        with pytest.raises(UsageError):
             cache.query(QUESTION, grammar="start: unheard")
         monkeypatch.setattr(constraint_module, "is_installed", lambda: False)
-        with pytest.raises(UsageError, match="llguidance") as refused:
+        with refused(UsageError):
             cache.query(QUESTION, grammar='start: "a"')
-        assert "kvtool[structured]" in refused.value.hint
 
 
 HERMES = (

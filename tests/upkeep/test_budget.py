@@ -32,6 +32,7 @@ from kvtool.core.upkeep.prune import keep_budget
 from tests.cli.working import QUESTION, SHORT, damages, kvtool, listing, write_corpus
 from tests.compress.making import run
 from tests.stores import add_file, check_file, make_store
+from tests.wording import refused
 
 DIM = 256  # 32 KiB a layer's K and V: pages of their own
 OVER = 2**19  # a batch of two chunks, 64 KiB each, and the pages of the tree that a commit rewrites
@@ -115,7 +116,7 @@ def test_a_budget_is_kept_by_the_store(tmp_path: Path) -> None:
         assert store.stats()["folder_bytes"] == bytes_in(path)
         with store.writer(max_size=10**9) as pen:
             add_file(pen, "large", [f"large.{number}" for number in range(40)], DIM)  # a flag wins for its command
-        with store.writer() as pen, pytest.raises(NoSpaceError, match=r"budget of 1\.0 MB"):
+        with store.writer() as pen, refused(NoSpaceError):
             add_file(pen, "more", ["more.0"], DIM)
         with store.writer() as pen:
             pen.set_budget(None)
@@ -139,9 +140,8 @@ def test_free_pages_are_named_where_they_are_the_reason(tmp_path: Path) -> None:
             for number in range(1, 20):
                 pen.remove_file(f"f{number}")
             pen.collect()
-        with store.writer(max_size=300_000) as pen, pytest.raises(NoSpaceError) as refused:
+        with store.writer(max_size=300_000) as pen, refused(NoSpaceError):
             add_file(pen, "f50", ["f50.0"], DIM)
-        assert "`kvtool store compact` gives" in refused.value.hint
 
 
 def test_a_damaged_budget_stops_writing_and_is_repaired(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_damaged_budget_stops_writing_and_is_repaired(tmp_path: Path) -> None:
         with store.writer() as pen:
             pen.set_budget(10**6)
         store.environment.write(lambda write: write.put(tables.META + tables.BUDGET_KEY, b"no budget"), 0)
-        with store.writer() as pen, pytest.raises(DamagedError, match="size budget"):
+        with store.writer() as pen, refused(DamagedError):
             add_file(pen, "f1", ["f1.0"])
         with store.writer() as pen:
             assert repair(store, pen, verify(store)) == 1
@@ -262,7 +262,7 @@ def test_the_index_leaves_the_reserve_of_the_disk_alone(store: Path, monkeypatch
     shutil.rmtree(store / "index")
     (store / "index").mkdir()
     monkeypatch.setenv("KVTOOL_DISK_RESERVE", str(2**60))
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError):
         write_tables(store / "index" / "large.safetensors", {}, {"text": "x"})
     kvtool("query", QUESTION, "--store", store, *SHORT).fine()
     assert not [path for path in (store / "index").rglob("*") if path.is_file()]

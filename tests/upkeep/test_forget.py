@@ -21,6 +21,7 @@ from kvtool.core.retrieval.index import Index, index_of
 from kvtool.core.upkeep.forget import forget, pin, unpin
 from tests.cli.working import damages, kvtool, listing
 from tests.stores import add_file, check_file, id_of, make_store, put
+from tests.wording import refused
 
 
 def sources(path: Path) -> list[str]:
@@ -86,11 +87,10 @@ def test_a_name_means_a_file_however_its_letters_are_composed(tmp_path: Path) ->
 
 
 def test_refusals(tree: Path) -> None:
-    with pytest.raises(UsageError) as refused:
+    with refused(UsageError):
         forget(tree, ["/a/x.md", "empy.md"])
-    assert refused.value.hint == "did you mean 'empty.md'?"
     assert len(sources(tree)) == 5
-    with pytest.raises(UsageError, match=r"more than|5 of 5 documents"):
+    with refused(UsageError, numbers=True):
         forget(tree, ["*"])
     assert len(sources(tree)) == 5
     many = kvtool("store", "rm", "*", "--store", tree, "--dry-run", "--json").fine()
@@ -103,7 +103,7 @@ def test_refusals(tree: Path) -> None:
     with Store.open(tree) as store, store.writer() as pen:
         pen.set_pins(["/a/x.md"])
     assert "/a/x.md is pinned" in kvtool("store", "rm", "/a", "--store", tree, "--dry-run").fine().err
-    with pytest.raises(UsageError, match="pinned"):
+    with refused(UsageError):
         forget(tree, ["/a"])
     forget(tree, ["/b/y.md"])
     assert {"/a/x.md", "/b/y.md"} & {*sources(tree)} == {"/a/x.md"}

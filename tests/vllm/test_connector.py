@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvtool.core.errors import GateError, ModelError, StoreNotFoundError, UsageError
 from kvtool.vllm.requests import check_config
+from tests.wording import refused
 
 CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
 IDS = list(range(64))
@@ -45,21 +46,17 @@ def config_of(**changes: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "what"),
+    ("name", "value"),
     [
-        ("pipeline_parallel_size", 2, "pipeline_parallel"),
-        ("decode_context_parallel_size", 2, "decode_context_parallel"),
-        ("distributed_executor_backend", "external_launcher", "external_launcher"),
-        ("prefill_context_parallel_size", 2, "prefill_context_parallel"),
-        ("cache_dtype", "fp8", "a cache of fp8"),
-        ("async_scheduling", True, "asynchronous scheduling"),
-        ("speculative_config", object(), "speculative decoding"),
-        ("kv_connector", "MultiConnector", "within MultiConnector"),
+        *(("pipeline_parallel_size", 2), ("decode_context_parallel_size", 2)),
+        *(("distributed_executor_backend", "external_launcher"), ("prefill_context_parallel_size", 2)),
+        *(("cache_dtype", "fp8"), ("async_scheduling", True), ("speculative_config", object())),
+        ("kv_connector", "MultiConnector"),
     ],
 )
-def test_what_is_not_served_is_refused(name: str, value: object, what: str) -> None:
+def test_what_is_not_served_is_refused(name: str, value: object) -> None:
     check_config(config_of())
-    with pytest.raises(UsageError, match=what):
+    with refused(UsageError):
         check_config(config_of(**{name: value}))
 
 

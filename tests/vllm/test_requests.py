@@ -19,6 +19,7 @@ from kvtool.vllm.requests import PassageSpotter
 from kvtool.vllm.worker import Load
 from tests.cli.working import CHUNKS, kvtool
 from tests.vllm.imitation import OWN, QUESTION, prompt_of
+from tests.wording import refused
 
 Said = list[tuple[str, str]]
 
@@ -65,25 +66,15 @@ def test_a_request_says_how_it_is_fused(store: Path) -> None:
     assert spotter.find(ids, "full") is None
 
 
-@pytest.mark.parametrize(
-    ("settings", "what"),
-    [
-        ({"fusion": "auto"}, "no fusion mode 'auto'"),
-        ({"fusion": "mixed"}, "mixed"),
-        ({"top_k": 3}, "no option 'top_k'"),
-        ({"ratio": 7}, "ratio"),
-    ],
-)
-def test_a_wrong_setting_is_refused_at_the_start_and_reported_of_a_request(
-    store: Path, settings: dict[str, Any], what: str
-) -> None:
-    with pytest.raises(UsageError, match=what):
+@pytest.mark.parametrize("settings", [{"fusion": "auto"}, {"fusion": "mixed"}, {"top_k": 3}, {"ratio": 7}])
+def test_a_wrong_setting_is_refused_at_the_start_and_reported_of_a_request(store: Path, settings: Any) -> None:
+    with refused(UsageError) as caught:
         spotter_of(store, **settings)
     said: Said = []
     ids, _ = prompt_of(store)
     assert spotter_of(store, said).find(ids, settings) is None
     assert len(said) == 1
-    assert what in said[0][0]
+    assert caught.value.message in said[0][0]
 
 
 def test_a_wish_of_any_kind_is_reported_and_ends_nothing(store: Path) -> None:
@@ -158,7 +149,7 @@ def test_a_store_that_was_replaced_is_opened_anew(
 
 def test_a_store_that_is_not_there_is_reported(tmp_path: Path) -> None:
     said: Said = []
-    with pytest.raises(UsageError, match="names no store"):
+    with refused(UsageError):
         PassageSpotter({}, lambda *_: None)
     assert spotter_of(tmp_path / "none", said).find(list(range(99))) is None
     assert "no store" in said[0][0]

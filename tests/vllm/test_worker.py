@@ -34,6 +34,7 @@ from tests.families import tiny_model
 from tests.fusion.making import CHUNKS, PREFIX, QUESTION, case
 from tests.vllm.imitation import BLOCK, OWN, Imitation, prompt_of
 from tests.vllm.imitation import BLOCKS as BLOCKS_THERE
+from tests.wording import refused
 
 KNOWN = ("llama", "llama-yarn", "qwen2", "qwen3", "mistral-window", "gemma2", "gemma3")
 MODES: list[Selector] = [Reuse(), Epic(3), Blend(0.3), Infoflow(0.3), Union(0.3)]
@@ -76,14 +77,11 @@ def without(part: str) -> Any:
 
 
 def test_a_model_with_other_modules_is_declined_by_name() -> None:
-    with pytest.raises(ModelError, match="Layer of vLLM has no qkv_proj"):
-        VllmDecoder(without("qkv_proj"), torch.float32, torch.float32, 2048)
     sinks = Imitation(tiny_model("llama"))
     sinks.model.layers[1].self_attn.attn.sinks = torch.zeros(4)  # type: ignore[union-attr]
-    with pytest.raises(ModelError, match="Attention of vLLM has sinks"):
-        VllmDecoder(sinks, torch.float32, torch.float32, 2048)
-    with pytest.raises(ModelError, match="no stack of decoder layers"):
-        VllmDecoder(torch.nn.Linear(2, 2), torch.float32, torch.float32, 2048)
+    for model in (without("qkv_proj"), sinks, torch.nn.Linear(2, 2)):
+        with refused(ModelError):
+            VllmDecoder(model, torch.float32, torch.float32, 2048)
 
 
 BLOCKS = tuple(range(40, 4, -1))  # of the request, as vLLM may hand them out
@@ -159,7 +157,7 @@ def test_only_the_claimed_places_are_written(store: Path, feeder: Feeder, served
 
 
 def test_nothing_is_loaded_before_the_gate_has_passed(store: Path, served: Imitation) -> None:
-    with pytest.raises(GateError, match="was not compared"):
+    with refused(GateError):
         feeder_of(store, served, passes=False).load(load_of(store, "reuse"))
 
 
@@ -175,20 +173,20 @@ def test_a_model_that_computes_otherwise_than_its_modules_say_is_refused(
     else:
         ids = OWN * 8 + OWN[::-1]
     feeder.compare(Comparison(ids, OTHERS))
-    with pytest.raises(GateError, match="differs from vLLM's by"):
+    with refused(GateError):
         feeder.load(load_of(store, "reuse"))
 
 
 def test_no_models_gate_result_passes_as_anothers(store: Path, served: Imitation) -> None:
     other, load = Imitation(tiny_model("llama", seed=1)), load_of(store, "reuse")
     for _ in range(2):
-        with pytest.raises(GateError, match="records made in"):
+        with refused(GateError):
             feeder_of(store, other).load(load)
         feeder_of(store, served).load(load)
 
 
 def test_a_model_of_another_shape_is_refused(store: Path) -> None:
-    with pytest.raises(ModelError, match="do not fit the model"):
+    with refused(ModelError):
         feeder_of(store, Imitation(tiny_model("qwen3"))).load(load_of(store, "reuse"))
 
 
@@ -199,13 +197,13 @@ def test_a_store_that_was_replaced_is_opened_anew(store: Path, feeder: Feeder, s
     shutil.copytree(old, store)
     feeder.load(load)
     assert feeder.session is not opened
-    with pytest.raises(KvtoolError, match="closed"):
+    with refused(KvtoolError):
         opened.store.revision()
     opened = feeder.session
     opened.state.identity = replace(opened.identity, fingerprint="0" * 64)
     with Store.open(store) as same, same.writer() as writer:
         writer.remove_documents([same.sources()[-1]])
-    with pytest.raises(ModelError, match="another model's now"):
+    with refused(ModelError):
         feeder.load(load)
     feeder.load(load)
     assert feeder.session is not opened
@@ -216,7 +214,7 @@ def test_a_store_whose_model_is_declined_is_closed(store: Path, served: Imitatio
     monkeypatch.setattr(Store, "close", lambda self: (closed.append(self.path), close(self)))
     feeder = Feeder({"store": str(store)}, 2048, BLOCK, silent, blocks=BLOCKS_THERE // 2)
     feeder.model = served
-    with pytest.raises(ModelError, match=rf"has a cache \[{BLOCKS_THERE}, .* not {BLOCKS_THERE // 2} blocks"):
+    with refused(ModelError, numbers=True):
         feeder.compare(Comparison(OWN * 9, OTHERS))
     assert closed == [store]
 

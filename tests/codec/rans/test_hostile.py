@@ -22,6 +22,7 @@ from kvtool.core.native.isa import ISAS, runnable
 from kvtool.core.native.jit import kernel_for
 from tests.codec.rans import reference
 from tests.codec.rans.streams import TABLES, TERNARY, int16_job, sample, stream_of
+from tests.wording import refused
 
 MUTATIONS = 3000
 MARGIN, CANARY = 96, 4321
@@ -118,10 +119,10 @@ def test_wrong_sizes_and_ids(machine: str) -> None:
     wide = np.full(64, len(TABLES), np.uint16)
     with pytest.raises(DamagedError):
         in_order(ids[:32], TABLES)
-    with pytest.raises(DamagedError, match="names no table"):
+    with refused(DamagedError):
         in_order(wide, TABLES)
     in_order(wide - np.uint16(2), TABLES)
-    with pytest.raises(DamagedError, match="names no table"):
+    with refused(DamagedError):
         in_order(wide - np.uint16(2), TABLES, refines=True)
 
 
@@ -173,7 +174,7 @@ def test_jobs_that_refine_are_not_decoded_with_others() -> None:
     symbols, ids = sample(1, 64, tables=TERNARY)
     stream = stream_of(symbols, ids, TERNARY)
     jobs = [int16_job(stream, np.zeros(64, np.uint16), 1, TERNARY, refines) for refines in (False, True)]
-    with pytest.raises(ValueError, match="none does"):
+    with refused(ValueError):
         decode(*jobs)
 
 

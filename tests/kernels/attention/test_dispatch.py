@@ -17,6 +17,7 @@ from kvtool.core.kernels.attention.params import AttentionCall
 from kvtool.core.kernels.attention.sdpa import LONG_PREFILL
 from kvtool.core.native.isa import AVX2, AVX512, AVX512_BF16
 from kvtool.core.native.jit import has_triton
+from tests.wording import refused
 
 NAMES = [backend.name for backend in BACKENDS]
 CALL = AttentionCall("cpu", torch.float32)
@@ -104,11 +105,11 @@ def test_a_backend_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
         assert serves(dtype=torch.bfloat16) == name
     for name, device in (("triton", "cpu"), ("flash", "cuda")):
         monkeypatch.setenv(ATTENTION, name)
-        with pytest.raises(UsageError, match=name):
+        with refused(UsageError):
             serves(device=device)
     has(monkeypatch, able="DEFAULT")
     monkeypatch.setenv(ATTENTION, "flash")
-    with pytest.raises(UsageError, match="no machine code"):
+    with refused(UsageError):
         serves()
     monkeypatch.setenv(ATTENTION, "sdpa")
     assert serves(softcap=True) == "eager"  # what it cannot do is passed on to the next

@@ -12,6 +12,7 @@ from kvtool.core.kernels.attention.params import AttentionCall, AttentionParams,
 from kvtool.core.native.isa import AVX512_BF16, ISAS, runnable
 from tests.kernels import formulas
 from tests.kernels.formulas import attention
+from tests.wording import refused
 
 NAMES = [name for name in runnable() if name != "scalar"]
 TILINGS = [Tiling(ISAS[name], stored) for name in NAMES for stored in ("float32", "bfloat16", "float16")]
@@ -189,17 +190,15 @@ def test_machine_code_sees_no_wrong_sizes(tiling: Tiling) -> None:
         (query.double(), key, key),
         (query.repeat(100, 1, 1), key, key),
     ):
-        with pytest.raises(ValueError, match=r"no kernel|see keys"):
+        with refused(ValueError):
             own(*wrong, PLAIN, rows)
-    with pytest.raises(ValueError, match="see keys"):
+    with refused(ValueError):
         own(query, key, key, PLAIN, Spans([(0, 10, 1)], rows.limits))
-    with pytest.raises(ValueError, match="lead-in"):
-        own(query, key, key, PLAIN, rows, (key[..., :8], key))
-    for lead_in in ((key[:1], key[:1]), (key, key[:, :9]), (key[:, :9], key)):
-        with pytest.raises(ValueError, match="lead-in"):
+    for lead_in in ((key[..., :8], key), (key[:1], key[:1]), (key, key[:, :9]), (key[:, :9], key)):
+        with refused(ValueError):
             own(query, key, key, PLAIN, rows, lead_in)
     other = query.half() if tiling.stored != "float16" else query.float()
-    with pytest.raises(ValueError, match="no kernel"):
+    with refused(ValueError):
         own(other, other[:2], other[:2], PLAIN, rows)
 
 
@@ -207,11 +206,11 @@ def test_machine_code_sees_no_wrong_sizes(tiling: Tiling) -> None:
     "spans", [[(0, 11, 0)], [(0, 5, 0)], [(5, 5, 0), (0, 5, 0)], [(0, 10, -1)], [(0, 10, 0), (10, 0, 0)], []], ids=str
 )
 def test_spans_cover_the_rows(spans: list[tuple[int, int, int]]) -> None:
-    with pytest.raises(ValueError, match="span"):
+    with refused(ValueError):
         Spans(spans, torch.arange(10))
 
 
 def test_every_row_sees_something() -> None:
     for limits in (torch.arange(10) - 1, torch.arange(10).int(), torch.arange(20)[::2]):
-        with pytest.raises(ValueError, match=r"sees nothing|int64"):
+        with refused(ValueError):
             Spans([(0, 10, 0)], limits)

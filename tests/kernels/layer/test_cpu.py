@@ -11,6 +11,7 @@ from kvtool.core.kernels.layer_cpu import LayerKernels, Rounding, layer_kernels
 from kvtool.core.native.isa import ISAS, Isa, runnable
 from tests.kernels.formulas import random, rotated
 from tests.spying import calls_of
+from tests.wording import refused
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -37,7 +38,7 @@ def test_a_norm_that_rounds_once_and_a_rotation_in_float32(isa: Isa) -> None:
     code.apply_rope(queries, keys, cos, sin)
     assert torch.equal(queries, expected[0])
     assert torch.equal(keys, expected[1])
-    with pytest.raises(ValueError, match="cos and sin"):
+    with refused(ValueError):
         code.apply_rope(queries, keys, cos.bfloat16(), sin.bfloat16())
 
 
@@ -112,5 +113,5 @@ def test_machine_code_sees_no_wrong_sizes(code: LayerKernels) -> None:
         lambda: code.apply_rope(heads, heads.clone(), table.repeat(1, 2), table.repeat(1, 2)),
         lambda: code.apply_rope(heads, heads.clone(), table.double(), table.double()),
     ):
-        with pytest.raises(ValueError, match=r"no |contiguous|rows|row|added|rotated"):
+        with refused(ValueError):
             wrong()

@@ -16,6 +16,7 @@ from kvtool.core.native.builder import module
 from kvtool.core.native.isa import ISAS, runnable
 from kvtool.core.native.jit import compiled
 from tests.kernels.linear.matrices import COLUMNS, HALVES, ROWS, dequantize, random_blocks, random_matrix
+from tests.wording import refused
 
 PACKED = [kind for kind, layout in LAYOUTS.items() if not layout.dense]
 
@@ -67,7 +68,7 @@ def test_scales_that_are_no_numbers_are_refused(kind: str, bad: float) -> None:
     for start in HALVES[kind]:
         blocks = random_blocks(kind)
         blocks[-1, start : start + 2] = np.array([bad], np.float16).view(np.uint8)
-        with pytest.raises(ValueError, match="finite"):
+        with refused(ValueError):
             tensor_of_blocks(kind, torch.from_numpy(blocks).view(-1), ROWS, COLUMNS)
 
 

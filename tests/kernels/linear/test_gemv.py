@@ -15,6 +15,7 @@ from kvtool.core.native.builder import module
 from kvtool.core.native.isa import ISAS, runnable
 from kvtool.core.native.jit import compiled
 from tests.kernels.linear.matrices import dequantize, random_matrix
+from tests.wording import refused
 
 Product = Callable[..., None]
 SIZES = [(1, 32), (3, 64), (5, 256), (9, 288), (2, 576), (4, 1536)]
@@ -100,5 +101,5 @@ def test_what_does_not_fit_is_refused(kind: str) -> None:
     ]
     fields = {name: getattr(good, name) for name in ("kind", "rows", "columns", "data", "scales", "group_mins")}
     for change in wrong:
-        with pytest.raises(ValueError, match=r"matrix|data|scales|group_mins"):
+        with refused(ValueError):
             QuantizedTensor(**{**fields, **change})

@@ -25,6 +25,7 @@ from kvtool.core.native.isa import (
     runnable,
 )
 from tests.kernels.linear.matrices import dequantize, random_matrix
+from tests.wording import refused
 
 HERE = {isa.name: multiplies_int8(isa) for isa in (AVX2, AVX512, NEON) if isa.name in runnable()}
 SETS = sorted({isa for isa in (*HERE.values(), AVX512 if "avx512" in HERE else None) if isa}, key=str)
@@ -122,7 +123,7 @@ def test_a_single_row_is_unpacked_in_registers(isa: Isa, kind: str) -> None:
 def test_rows_that_do_not_fill_registers_have_no_such_product(chosen: None) -> None:
     odd = random_matrix("q4_1", 16, 32)
     assert not has_int8_row(odd)
-    with pytest.raises(ValueError, match="32 columns"):
+    with refused(ValueError, numbers=True):
         gemv(odd, torch.ones(32), int8=True)
     assert not PackedLinear(odd, None, torch.float32, int8=True).int8_row
 
@@ -151,12 +152,11 @@ def test_a_layer_rounds_its_rows(chosen: None) -> None:
 def test_machine_code_sees_no_wrong_sizes(chosen: None) -> None:
     matrix, x = random_matrix("q4_1", 32, 64), torch.randn(8, 64)
     for wrong in (x[:, :32].contiguous(), x.bfloat16(), x[:, :64:2], x.t()):
-        with pytest.raises(ValueError, match="no product of"):
+        with refused(ValueError):
             int8_gemm(matrix, wrong)
-    with pytest.raises(ValueError, match="no product of"):
-        int8_gemm(matrix, x, torch.ones(31))
-    with pytest.raises(ValueError, match="no product of"):
-        int8_gemm(random_matrix("q4_1", 6, 64), x)
+    for weights, *more in ((matrix, x, torch.ones(31)), (random_matrix("q4_1", 6, 64), x)):
+        with refused(ValueError):
+            int8_gemm(weights, *more)
     assert multiplies_int8(SCALAR) is multiplies_int8(None) is None
     assert multiplies_int8(NEON) in (NEON_DOT, None)
     assert multiplies_int8(AVX512) in (AVX512, AVX512_VNNI)

@@ -14,6 +14,7 @@ from kvtool.core.native.isa import ISAS, Isa, runnable
 from tests.kernels.formulas import random
 from tests.kernels.linear.matrices import dequantize, random_matrix
 from tests.spying import calls_of
+from tests.wording import refused
 
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8}  # of a result, by the sum of what it is the sum of
 SIZES = [(4, 256, 4), (20, 768, 7), (36, 512, 33), (8, 288, 6), (12, 32, 5)]  # of W, and rows of X
@@ -96,7 +97,7 @@ def test_machine_code_sees_no_wrong_sizes() -> None:
         (random_matrix("bfloat16", 8, 64), x),
         (random_matrix("float32", 8, 60), torch.randn(8, 60)),
     ):
-        with pytest.raises(ValueError, match=r"x is|no product"):
+        with refused(ValueError):
             small_batch_gemm(*wrong, isa=isa)
 
 

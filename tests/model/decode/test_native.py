@@ -24,6 +24,7 @@ from kvtool.core.native.isa import ISAS, Isa, runnable
 from tests.families import NATIVE, save_tiny
 from tests.fusion.making import case, decoder_of, new_case, tokens
 from tests.kernels.linear.matrices import random_matrix
+from tests.wording import refused
 
 # Logits have a standard deviation of about 3. Measured difference: 2e-5 at most, and in bfloat16, where the model's
 # own forward rounds after every operation, .24.
@@ -61,23 +62,14 @@ def test_at_the_edges_of_a_block_of_keys(prompt: int) -> None:
     assert (expected - found).abs().max() <= NEAR["float32"]
 
 
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("mixtral", "has experts"),
-        ("qwen3-moe", "has experts"),
-        ("gpt-oss", "sinks"),
-        ("glm", "not rotated in halves"),
-        ("stablelm", "has dropout"),
-    ],
-)
-def test_what_is_not_known_is_left_to_the_model(name: str, why: str) -> None:
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "gpt-oss", "glm", "stablelm"])
+def test_what_is_not_known_is_left_to_the_model(name: str) -> None:
     decoder = case(name).decoder
-    with pytest.raises(UnsupportedArchitecture, match=why):
+    with refused(UnsupportedArchitecture) as caught:
         decoding_weights(decoder)
     backend = decode_backend(decoder, decoder.prefill(tokens(5, 1))[1])
     assert backend.name == "torch"
-    assert why in backend.why
+    assert str(caught.value) in backend.why
 
 
 def test_a_first_step_that_comes_out_otherwise_is_not_trusted() -> None:
