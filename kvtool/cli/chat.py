@@ -282,7 +282,8 @@ def hold(run: Run) -> int | None:
         from kvtool.core.session.identity import store_identity
 
         options.check_of(store_identity(store))
-        session = load_session(run, store)
+        at_once = store.is_front or not run.out.is_interactive  # a person does not wait for storing
+        session = load_session(run, store, stores_missed=at_once)
         from kvtool.core.query.conversation import Conversation
 
         lines = lines_for(run.out)
