@@ -42,7 +42,7 @@ LINES = {
     "api": 429,
     "cache": 4352,
     "checkpoint": 2895,
-    "cli": 4605,
+    "cli": 4606,
     "codec": 3402,
     "common": 1089,
     "compress": 1159,
@@ -67,8 +67,8 @@ LINES = {
     "upkeep": 1073,
     "vllm": 999,
 }
-PRODUCT_LINES = 64_316
-TEST_LINES = 59_969
+PRODUCT_LINES = 64_317
+TEST_LINES = 59_990
 
 
 def room_of(parts: tuple[str, ...]) -> str:

@@ -4,7 +4,7 @@
 function are many. Of those a covering array stays:
 
 - Cases over families of models: the families of `LAYOUTS`, one for each layout of layers, with every mode and dtype. A
-  test marked `every_family` (the first laws) runs over all families in float32, with `union`.
+  test marked `every_family` (the first law) runs over all families in float32, with `union`.
 - Other cases of two parameters and more: each value of each parameter at least once.
 - A test of a defect (`..._is_caught`) runs in full, for a law that is not shown to fail may hold for nothing; so does a
   test of few cases.

@@ -158,6 +158,7 @@ def _push(store: Path, blobs: object) -> None:
         push(opened, blobs)  # type: ignore[arg-type]
 
 
+@pytest.mark.some(1)
 @pytest.mark.some(4)
 @pytest.mark.parametrize("name", REDIS)
 def test_hostile_redis_answers(name: str) -> None:

@@ -205,6 +205,7 @@ def replaced(blobs: Blobs, values: dict[str, tuple[str, bytes, bytes]], harm: Ha
         blobs.put({name: value for name, value, _ in values.values()})
 
 
+@pytest.mark.slow
 @pytest.mark.some(3)
 @pytest.mark.parametrize("harm", VALUES.values(), ids=VALUES)
 @pytest.mark.parametrize("site", BACKENDS, indirect=True)
@@ -229,6 +230,7 @@ def test_harmed_values_are_left_out(
     check(tmp_path / "pulled", pristine, whole=True)
 
 
+@pytest.mark.slow
 @pytest.mark.some(2)
 @pytest.mark.parametrize("site", BACKENDS, indirect=True)
 def test_restored_older_head(scene: Scene, pristine: Path, tmp_path: Path) -> None:

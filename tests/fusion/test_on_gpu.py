@@ -151,6 +151,7 @@ def test_records_held_are_read_from_where_they_are(
         assert all(side.is_cuda == there for side in held)
 
 
+@pytest.mark.slow
 def test_what_is_held_on_the_device_does_not_cross_again(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     crossed = calls_of(monkeypatch, LayerMemory, "upload", lambda _, targets: sum(map(len, targets)))
     own = on_gpu("llama")
@@ -161,6 +162,7 @@ def test_what_is_held_on_the_device_does_not_cross_again(kernel: Kernel, monkeyp
     assert crossed == [table] * LAYERS * 2
 
 
+@pytest.mark.slow
 def test_of_chunks_that_are_held_only_the_wanted_part_is_placed(kernel: Kernel) -> None:
     def cut(case: Case) -> Plan:
         prefix, *chunks, question = case.plan(lead_in=BOS).segments
@@ -190,6 +192,7 @@ def test_memory_is_used_again_only_when_its_layer_stands(
     assert not distance(own.fuse(plan, Reuse(), source).logits, wanted) <= 1e-4
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_is_found_where_it_stands(kernel: Kernel) -> None:
     def flip(data: bytearray, layer: int) -> None:
         if layer == 2:

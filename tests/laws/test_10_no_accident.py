@@ -81,6 +81,7 @@ def test_a_batch_that_leaks_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         holds(new_case("llama"), ALIKE)
 
 
+@pytest.mark.some(24)
 @pytest.mark.parametrize("name", SELECTORS)
 def test_a_slow_source_gives_the_same_bits(case: Case, name: str) -> None:
     """Nor does anything else differ from one time to the next."""

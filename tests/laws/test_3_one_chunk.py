@@ -28,7 +28,6 @@ def holds(case: Case, selector: Selector) -> None:
         assert fused.tokens.recomputed == (0 if selector.uses_cache else len(PREFIX) + len(chunk))
 
 
-@pytest.mark.every_family
 @pytest.mark.parametrize("name", SELECTORS)
 def test_one_chunk_is_full_prefill(case: Case, name: str) -> None:
     for selector in settings(name) if case.name == "llama" else [SELECTORS[name]()]:

@@ -42,6 +42,7 @@ def assert_same_rows(case: Case, a: Fused, b: Fused, stop: int) -> None:
                 assert torch.equal(x, y)
 
 
+@pytest.mark.some(24)
 @pytest.mark.parametrize("name", SELECTORS)
 def test_another_question_changes_no_context_row(case: Case, name: str) -> None:
     """Also where rows are chosen on the way; a mode that looks at the question is held to its chosen rows."""
@@ -52,6 +53,7 @@ def test_another_question_changes_no_context_row(case: Case, name: str) -> None:
     holds(case, CHUNKS, CHUNKS, held, OTHER_QUESTION)
 
 
+@pytest.mark.some(24)
 @pytest.mark.parametrize("name", SELECTORS)
 def test_another_last_chunk_changes_no_earlier_row(case: Case, name: str) -> None:
     """The rows that a mode recomputes at its last layer, fixed: which ones they are may depend on all chunks."""

@@ -74,6 +74,7 @@ def test_the_cache_is_whole_between_steps(gpu: Log) -> None:
     assert distance(after, plain.extend(tokens(3, 9), same)) <= 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("name", [name for name in MOE if name in KINDS])
 def test_what_cannot_be_captured_is_stepped_plainly(gpu: Log, name: str) -> None:

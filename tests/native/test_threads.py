@@ -127,6 +127,7 @@ def test_each_share_is_done_once(
     assert current() is None
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("number", [1, 2, 3, 5])
 def test_threads_meet_at_a_barrier_and_wake_from_any_sleep(number: int) -> None:
     function, meet = meeting(50), Barrier()

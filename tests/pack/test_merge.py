@@ -68,6 +68,7 @@ def test_merged_parts_are_what_one_run_makes(parts: Path, tmp_path: Path) -> Non
     assert (done["chunks"]["computed"], done["documents"]["removed"]) == (0, 0)
 
 
+@pytest.mark.slow
 def test_parts_keep_the_profiles_that_they_were_compressed_with(parts: Path, tmp_path: Path) -> None:
     made: dict[str, str | None] = {}
     sources = [Path(shutil.copytree(part, tmp_path / part.name)) for part in _all(parts)[:2]]

@@ -222,6 +222,7 @@ def test_an_own_document_computes_its_own_records(way: str, scene: Scene, tmp_pa
     assert scene.ingest(store=new)["documents"]["unchanged"] == 1
 
 
+@pytest.mark.slow
 def test_a_foreign_level_goes_with_the_foreign_records(scene: Scene, tmp_path: Path) -> None:
     kvtool("compress", "--level", "2", "--store", scene.theirs, "--drop-raw", "--yes").fine()
     new = tmp_path / "new"
@@ -312,6 +313,7 @@ def test_an_origin_that_cannot_be_read_is_foreign(scene: Scene, tmp_path: Path) 
     assert levels_of(new, chunk) == []  # not own KV all of a sudden
 
 
+@pytest.mark.slow
 def test_profile_and_loss_are_of_own_records(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(3):
         other = scene.theirs.parent / "more" / f"{number}.md"
@@ -500,6 +502,7 @@ def test_a_push_takes_no_records_of_others_for_own_ones(signed: bool, scene: Sce
         assert records_of(store, chunk, "raw", info.layers) == records_of(own, chunk, "raw", info.layers)
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("signed", [True, False])
 def test_a_push_adds_no_level_of_others_to_an_own_chunk(signed: bool, scene: Scene, tmp_path: Path) -> None:
@@ -529,6 +532,7 @@ def test_records_that_the_signature_does_not_cover_are_left_out(scene: Scene, tm
     assert levels_of(tmp_path / "new", chunk) == []
 
 
+@pytest.mark.slow
 def test_foreign_description_stays_untrusted(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The signed one does not come: somebody has damaged it on the way. What is here says of it what others like."""
     key, pack, new = make_key(tmp_path, "ada"), tmp_path / "signed.kvpack", tmp_path / "new"

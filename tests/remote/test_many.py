@@ -59,6 +59,7 @@ def pushed(tmp_path: Path, files: int, monkeypatch: pytest.MonkeyPatch) -> tuple
     return store, url
 
 
+@pytest.mark.slow
 def test_pages_of_an_opening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parsed: list[tuple[object, ...]]) -> None:
     counts = []
     for files in (100, 400):

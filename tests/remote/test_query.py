@@ -111,6 +111,7 @@ def test_query_finds_later_pushes(store: Path, shared: str, tmp_path: Path) -> N
     assert any(one["source"].endswith("seventh.md") for one in done.json["chunks"])
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.usefixtures("slow_machine")
 def test_compressed_levels(store: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,6 +129,7 @@ def test_compressed_levels(store: Path, url: str, monkeypatch: pytest.MonkeyPatc
         assert {level for chunk in here.chunk_ids() for level in here.levels(chunk)} == {"1", "2", "raw"}
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.usefixtures("slow_machine")
 def test_lossy_levels_of_unknown_loss_are_streamed_as_they_would_be_read(store: Path, url: str) -> None:

@@ -261,6 +261,7 @@ def test_what_is_too_long_is_known_before_anything_is_computed(client: Client, m
         client.ask("word " * 20_000)
 
 
+@pytest.mark.slow
 def test_turns_that_will_not_stand_are_not_computed(
     ready: Path, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,6 +291,7 @@ def test_turns_that_will_not_stand_are_not_computed(
     assert answer.facts["turn"]["number"] == len(long) + 1
 
 
+@pytest.mark.slow
 def test_a_prompt_of_many_turns_lets_other_questions_begin(ready: Path) -> None:
     turns, ends = tuple((f"xyzzy {number}?", "No.") for number in range(60)), queue.SimpleQueue[tuple[str, Event]]()
 

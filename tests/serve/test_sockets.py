@@ -78,6 +78,7 @@ def test_a_client_that_reads_by_the_byte_delays_nobody(ready: Path) -> None:
     assert rows[-1]["tokens"]["generated"] > 1000
 
 
+@pytest.mark.slow
 def test_who_does_not_read_is_given_up(ready: Path) -> None:
     with serving(ready, asking=LONG, kept=SMALL, client_timeout=SHORTLY) as served, slow(served) as reader:
         (row,) = served.logged(1)
