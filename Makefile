@@ -54,12 +54,12 @@ demo: $(DEMO)
 test: $(READY)
 	$(MAKE) -j 2 lint type tests TIER='not slow'
 
-# Every case: before a release.
+# Before a release.
 test-all: $(READY)
-	$(MAKE) -j 2 lint type tests
+	$(MAKE) -j 2 lint type tests TIER='not nightly'
 
 tests: $(READY)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(if $(TIER),-m '$(TIER)')
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m '$(TIER)'
 
 # As root, on x86 Linux: the kernels' own tests in an emulated arm64 Debian, which is made in .arm.
 test-arm: $(READY)
@@ -89,6 +89,7 @@ test-vllm: $(READY) $(VLLM)
 
 nightly: $(READY)
 	$(PIP) --config-settings editable_mode=compat -e '.[fuzz]'
+	$(MAKE) tests TIER=nightly
 	$(BIN)/python -m tests.fuzzing all --seconds $(SECONDS) --corpus $(CORPUS)
 	$(BIN)/python -m tests.fuzzing.lives --seconds $(SECONDS)
 	$(BIN)/python -m tests.fuzzing.engines --seconds $(SECONDS)

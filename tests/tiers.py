@@ -1,4 +1,4 @@
-"""Choice of the cases that run in `make test`, and of those that run only in `make test-all`.
+"""Choice of the cases that run in `make test`, in `make test-all`, and only in `make nightly`.
 
 `make test` leaves out what is marked `slow`: by hand, where a single case takes long, or here, where the cases of one
 function are many. Of those a covering array stays:
@@ -9,6 +9,8 @@ function are many. Of those a covering array stays:
 - A test of a defect (`..._is_caught`) runs in full, for a law that is not shown to fail may hold for nothing; so does a
   test of few cases.
 - A test marked `some(count)` runs with so many of its cases, at even distances.
+
+Of the others, `make test-all` takes `MOST` of a function, at even distances; the rest is marked `nightly`, too.
 
 Cases of a family are a group for `--dist loadgroup`: one worker builds the model. All others are grouped by file, so
 that one worker builds what its tests share; the slow ones are not grouped, since they are few and long.
@@ -32,6 +34,7 @@ LAYOUTS = {
 }
 NARROW = ("bfloat16", "float16")
 FEW = 6  # cases that all run
+MOST = 48  # further cases of a function before a release
 
 
 def assign(items: list[pytest.Item]) -> None:
@@ -44,9 +47,13 @@ def assign(items: list[pytest.Item]) -> None:
     for cases in functions.values():
         families = [_family(item, known) for item in cases]
         fast = set(map(id, _fast(cases, families, modes)))
+        others = [item for item in cases if id(item) not in fast]
+        for item in others:
+            item.add_marker(pytest.mark.slow)
+        chosen = set(map(id, others[:: -(-len(others) // MOST)] if others else ()))
         for item, family in zip(cases, families, strict=True):
-            if id(item) not in fast:
-                item.add_marker(pytest.mark.slow)
+            if id(item) not in fast | chosen:
+                item.add_marker(pytest.mark.nightly)
             if family or not item.get_closest_marker("slow"):
                 item.add_marker(pytest.mark.xdist_group(family or item.path.stem))
 

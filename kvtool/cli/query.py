@@ -143,13 +143,16 @@ def _answer(run: Run, session: Session, request: Request, options: QueryOptions,
     show = functools.partial(run.out.print, end="") if options.is_streamed(run.out.on_terminal) else None
     reply = answer(session, request, options, show, retrieved=retrieved)
     facts = reply.to_json()
-    run.out.result(facts, human=lambda: end_answer(run.out, facts))
+    if run.out.mode != "jsonl":
+        run.out.result(facts, human=lambda: end_answer(run.out, facts))
     show_numbers(run.out, facts, reply.generated.steps, reply.generated.stepper)
     if reply.explanations:
         show_explained(run.out, reply)
     show_sources(run.out, reply.chunks)
     if (done := _audit(session, reply, options, run.out.doing)) is not None:
         run.out.status(_audited(done))
+    if run.out.mode == "jsonl":  # the summary is the last event
+        run.out.result(facts, human=lambda: None)
 
 
 def _store_missed(run: Run, session: Session) -> None:
@@ -157,9 +160,10 @@ def _store_missed(run: Run, session: Session) -> None:
 
     missed = [*(session.missed or {}).values()]
     try:
-        session.check_gate()  # which the next question would wait for
-        store_missed(session, missed)
-    except StoreLockedError:  # an ingest computes them itself
+        if not run.get(QueryOptions).force:
+            session.check_gate()  # which the next question would wait for
+        store_missed(session, missed, later=True)
+    except (StoreLockedError, KeyboardInterrupt):  # an ingest computes them; the answer is complete
         pass
     except KvtoolError as error:
         run.out.warning(f"{counted(len(missed), 'computed chunk')} could not be stored: {error.message}", error.hint)

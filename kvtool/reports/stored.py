@@ -201,7 +201,7 @@ def gate(context: ReportContext) -> ReportResult:
 
     verdict = known_result(context.store, context.identity.fingerprint)
     if verdict is None:
-        raise KvtoolError("this model has not been checked with this store", "the first ingest or query checks it")
+        raise KvtoolError("this model has not been checked with this store", "the first answer from stored KV does")
     rows = [
         (
             f"law {c.law}",

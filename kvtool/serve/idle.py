@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtool.core.common.machine import cores
-from kvtool.core.errors import KvtoolError, NoSpaceError, StoreLockedError
+from kvtool.core.errors import GateError, KvtoolError, NoSpaceError, StoreLockedError
 from kvtool.serve.options import IdleOptions
 
 if TYPE_CHECKING:
@@ -61,6 +61,9 @@ class IdleWork:
             return
         except StoreLockedError:  # an ingest computes them itself
             return
+        except GateError:
+            self._not_before = time.monotonic() + _LONGEST_S
+            raise
         except NoSpaceError:
             self._full_s = min(2 * self._full_s, _LONGEST_S)
             self._not_before = time.monotonic() + self._full_s

@@ -10,6 +10,7 @@ import pytest
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.ingest.storer import ChunkStorer
+from kvtool.core.query import fuse_prompt
 from tests.cli.working import PREFIX, QUESTION, SHORT, damages, kvtool, listing, payloads
 from tests.upkeep.test_budget import bytes_in
 
@@ -145,6 +146,23 @@ def test_a_missed_chunk_is_the_next_to_be_computed(
     fresh(folder).fine()
     (missed,) = kvtool(*asked, "--json").fine().json["chunks"]
     assert (first[0], len(first), missed["status"]) == (missed["id"], FILES, "exact")
+
+
+@pytest.mark.parametrize("more", [(), ("--jsonl",)])
+def test_a_document_that_is_removed_meanwhile_stays_removed(
+    more: tuple[str, ...], folder: Path, fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, store_missed = tmp_path / "fresh", fuse_prompt.store_missed
+
+    def removed_first(*given: Any, **named: Any) -> None:
+        kvtool("store", "rm", folder / "6.txt", "--store", path).fine()
+        store_missed(*given, **named)
+
+    monkeypatch.setattr(fuse_prompt, "store_missed", removed_first)
+    fresh(folder, "--lazy").fine()
+    kvtool("query", "mill number", "--documents", "6.txt", "--store", path, *SHORT, *more).fine()
+    with Store.open(path) as store:
+        assert len(store.chunk_ids()) == FILES  # with the prompt's beginning
 
 
 def test_documents_without_kv_are_removed_like_others(folder: Path, fresh: Any, tmp_path: Path) -> None:

@@ -279,8 +279,7 @@ class _Job:
         try:
             writer.require_room(self._least_bytes(chunks))  # a model is seconds to load
             storer = self._storer(store, writer)
-            self._compute(store, storer, chunks)
-            reason = "changes" if self.account.events.is_over() else "time"
+            reason = self._compute(store, storer, chunks)
         except BudgetError as error:
             self.account.warn(f"{error.message}: no more KV is stored", error.hint)
         finally:
@@ -302,15 +301,17 @@ class _Job:
         identity = self.choices.identity
         return min(chunk.tokens for chunk in chunks) * kv_bytes_a_token(self.choices.files.folder, identity.dtype)
 
-    def _compute(self, store: Store, storer: Storer, chunks: Sequence[DueChunk]) -> None:
+    def _compute(self, store: Store, storer: Storer, chunks: Sequence[DueChunk]) -> str:
+        """Return why not all chunks are computed, if so."""
         if not chunks:
-            return
+            return ""
         identity = self.choices.identity
         self._first = [*specs_of(store, identity, chunks[:_GATE_CHUNKS])]
         limit, is_over = self.options.compute_for, self.account.events.is_over
         until = math.inf if limit is None else time.monotonic() + limit
         self.account.begin_computing(sum(chunk.tokens for chunk in chunks))
         storer.store(specs_of(store, identity, chunks), lambda: time.monotonic() >= until or is_over())
+        return "time" if time.monotonic() >= until else "changes"
 
     def _forecast(self, store: Store | None, tokens: int) -> Forecast | None:
         if not tokens or self.choices.identity.keeps_states:

@@ -51,11 +51,11 @@ class Storer(ABC):
         """Compute and store the prompt's fixed beginning, which is exact in every prompt."""
 
     def store(self, chunks: Iterable[ChunkSpec], is_over: Callable[[], bool]) -> None:
-        """Compute and store chunks in order, until they end or, at the end of a batch, `is_over`."""
+        """Compute and store chunks in order, until they end or, after a batch, `is_over`."""
         for batch in batches(chunks, self._max_tokens):
+            self._compute(batch)
             if is_over():
                 break
-            self._compute(batch)
         self._finish()
 
     @abstractmethod

@@ -72,12 +72,19 @@ class Watcher:
         walked = walk(replace(self._options, paths=tuple(paths)), self._options.reading, lambda path: True)
         return {file.name: (file.size, file.mtime_ns, file.ctime_ns) for file in walked.files}
 
+    def _is_as(self, paths: Sequence[Path], found: Mapping[str, _Stamp]) -> bool:
+        try:
+            return self._walked(paths) == found
+        except KvtoolError:  # a named folder is gone
+            return False
+
     def _ingest(self, paths: tuple[Path, ...], found: Mapping[str, _Stamp], events: Events) -> IngestReport | None:
         is_first, self._again_at = self._seen is None, float("inf")
         report = None
         try:
             options = replace(self._options, paths=paths, sync=True)
-            events = replace(events, is_over=self._changes.have_happened)  # texts come first
+            # Texts come first: of what has changed, before the rest of the KV.
+            events = replace(events, is_over=lambda: self._changes.wait(0) and not self._is_as(paths, found))
             report = ingest(self._place, options, self._once(events, found), self._kept)
             if report.left is not None and report.left.reason == "changes":
                 self._again_at = time.monotonic()
@@ -175,9 +182,6 @@ class Changes:
         self._happened.clear()
         self._check()
         return happened
-
-    def have_happened(self) -> bool:
-        return self._happened.is_set()
 
     def _check(self) -> None:
         if self._error is None or self.lost:

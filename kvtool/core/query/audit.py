@@ -22,8 +22,9 @@ from kvtool.core.fusion.selectors import REFERENCE
 from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.model.decoder import out_of_memory_hint
 from kvtool.core.query.answer import answer
-from kvtool.core.query.fuse_prompt import fuse_after_checkpoints
+from kvtool.core.query.fuse_prompt import fuse_after_checkpoints, store_empty
 from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.prompt import lay_out
 from kvtool.core.query.reply import Reply, Request
 from kvtool.core.query.retrieve import Retrieved
 from kvtool.core.session.session import Session
@@ -137,6 +138,8 @@ def compare(
     options.check_comparable()
     options = replace(options, stop_repeats=False)  # each answer as the model gives it, to its end
     with session.lock:
+        if not session.identity.keeps_states:  # else the first mode would be full prefill
+            store_empty(session, lay_out(session, request, options, retrieved=retrieved).plan)
         full = answer(session, request, replace(options, fusion=REFERENCE), retrieved=retrieved)
         reference = Reference.of(session.decoder, full.fused, full.generated)
         full.comparison = SAME.to_json() | {"answer_equal": True}

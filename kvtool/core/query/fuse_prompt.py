@@ -20,7 +20,7 @@ from kvtool.core.cache.entries import ChunkSpec
 from kvtool.core.cache.identity import chunk_id, ids_digest
 from kvtool.core.cache.tables import StretchInfo, least_used
 from kvtool.core.common.types import Timeline, add_span
-from kvtool.core.errors import DamagedError, KvtoolError
+from kvtool.core.errors import DamagedError, KvtoolError, StoreLockedError
 from kvtool.core.fusion.engine import Fused, FuseTiming, TokenCounts, fuse
 from kvtool.core.fusion.plan import Candidate, Plan, Segment, as_resident, build_plan, extend_plan
 from kvtool.core.fusion.prefix_cache import DAMAGED, PrefixFused, StoredPrefix, encoded, extend_prefix, fuse_prefix
@@ -217,7 +217,8 @@ def _repair_holes(session: Session, holes: Sequence[Segment]) -> None:
         try:
             store_missed(session, [*chunks.values()])
         except KvtoolError as error:
-            session.warn(f"{len(chunks)} computed chunk(s) could not be stored: {error.message}", error.hint)
+            if not isinstance(error, StoreLockedError) or chunks.keys() - {*empty}:  # an ingest computes those itself
+                session.warn(f"{len(chunks)} computed chunk(s) could not be stored: {error.message}", error.hint)
             chunks = {}
         else:
             store.use_log.note_uses([*chunks.keys() - {*empty}])
@@ -232,16 +233,25 @@ def _repair_holes(session: Session, holes: Sequence[Segment]) -> None:
         session.warn(f"{name} was computed in place: {segment.reason}", hint)
 
 
+def store_empty(session: Session, plan: Plan) -> None:
+    """Compute and store the chunks of a plan that have no KV; when the store is locked or full, only warn."""
+    _repair_holes(session, [segment for segment in plan.segments if segment.reason == NO_KV])
+
+
 def store_missed(session: Session, chunks: Sequence[ChunkSpec], later: bool = False) -> None:
-    """Compute and store chunks, alone behind the lead-in; `later` than their question only those that the store still
-    describes. Raises KvtoolError: the store is locked or full."""
+    """Compute and store chunks of documents that were not removed since their question, alone behind the lead-in;
+    `later` than their question only those that the store still describes. Raises KvtoolError: the store is locked or
+    full."""
     store, decoder, prefix_id = session.store, session.decoder, session.identity.prefix_id
 
     def lead_ins_for(chunk: ChunkSpec) -> LeadIns:
         return LeadIns.nothing(decoder) if chunk.chunk_id == prefix_id else session.lead_ins
 
     def is_wanted(chunk: ChunkSpec) -> bool:
-        return not later or chunk.chunk_id == prefix_id or store.describes_own(chunk.chunk_id)
+        if later or chunk.chunk_id == prefix_id:
+            return chunk.chunk_id == prefix_id or store.describes_own(chunk.chunk_id)
+        session.finder.follow()
+        return bool(session.finder.index.holders([chunk.chunk_id]))
 
     repair_chunks(store, decoder, session.profiles, lead_ins_for, chunks, is_wanted)
 
