@@ -34,7 +34,7 @@ LAYOUTS = {
 }
 NARROW = ("bfloat16", "float16")
 FEW = 6  # cases that all run
-MOST = 16  # further cases of a function before a release
+MOST = 12  # further cases of a function before a release
 
 
 def assign(items: list[pytest.Item]) -> None:

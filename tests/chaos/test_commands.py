@@ -29,6 +29,7 @@ FEW = "--flips 40 --cuts 10 --kills 3 --fills 1 --readers 0 --threads 1 --seed 3
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_every_command_survives_every_fault() -> None:
     command = [sys.executable, "-m", "tests.chaos", *FEW.split()]

@@ -30,6 +30,7 @@ def lived(begin: Begin, family: str, names: str, seed: int = 1) -> Lived:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", ["gemma3", "deepseek-v2", "lfm2"])
 def test_a_life_of_a_store(family: str, one_thread: None) -> None:
     found = lived(StoreLife, family, _OF_STORE)

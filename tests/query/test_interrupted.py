@@ -63,6 +63,7 @@ class Interrupts:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", ["llama", "qwen3-next"])
 def test_ctrl_c_at_any_line_of_a_turn(family: str, tmp_path: Path) -> None:
     folder = save_tiny(family, tmp_path / "model")
