@@ -54,6 +54,7 @@ def ended(child: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_concurrent_queries_and_ingests(made: Path, store: Path, tmp_path: Path) -> None:
     truth = {
         (question, document): ask(store, question, "full", document=document).json["answer"]

@@ -190,6 +190,7 @@ def test_workers_of_a_running_cluster(alone: tuple[object, ...], cluster: Any, t
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
 @pytest.mark.parametrize(("number", "word"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])
 def test_sigint_and_sigterm(number: signal.Signals, word: str, tiny: Path, tmp_path: Path) -> None:

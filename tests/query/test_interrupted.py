@@ -91,6 +91,7 @@ def test_ctrl_c_at_any_line_of_a_turn(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("more", [{"defer": True, "defer_threshold": 2.0}, {"verify": True}], ids=str)
 def test_ctrl_c_at_any_line_of_an_answer(more: dict[str, Any], store: Path, session: Session) -> None:
     """One of its chunks has no records: it is computed, and stored after the answer."""

@@ -122,6 +122,7 @@ def compiled(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @needs_triton
 def test_it_compiles_for_the_gpus_it_is_meant_for(compiler: ProcessPoolExecutor) -> None:
     many = compiler.submit(compiled, torch.bfloat16, 128, 512, 90).result()
