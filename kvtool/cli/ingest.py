@@ -158,7 +158,13 @@ def _time_of(report: IngestReport) -> str:
     return f"of these {', '.join(parts)}"
 
 
-_WHY_LEFT = {"lazy": "--lazy", "time": "--for", "size": "the size budget is full"}
+_WHY_LEFT = {
+    "lazy": "--lazy",
+    "time": "--for",
+    "size": "the size budget is full",
+    "changes": "files changed",
+    "damage": "damaged: see `kvtool store verify`",
+}
 # it syncs, continues after errors, and reports each file at once
 _NOT_HERE = ("sync", "dry_run", "continue_on_error", "log")
 _TAKEN = [name for name in options_of(IngestOptions) if name not in _NOT_HERE]

@@ -302,16 +302,16 @@ class _Job:
         return min(chunk.tokens for chunk in chunks) * kv_bytes_a_token(self.choices.files.folder, identity.dtype)
 
     def _compute(self, store: Store, storer: Storer, chunks: Sequence[DueChunk]) -> str:
-        """Return why not all chunks are computed, if so."""
+        """Compute and store chunks; return why some are left: `time`, `changes`, or `damage` of their descriptions."""
         if not chunks:
-            return ""
+            return "damage"
         identity = self.choices.identity
         self._first = [*specs_of(store, identity, chunks[:_GATE_CHUNKS])]
         limit, is_over = self.options.compute_for, self.account.events.is_over
         until = math.inf if limit is None else time.monotonic() + limit
         self.account.begin_computing(sum(chunk.tokens for chunk in chunks))
-        storer.store(specs_of(store, identity, chunks), lambda: time.monotonic() >= until or is_over())
-        return "time" if time.monotonic() >= until else "changes"
+        stopped = storer.store(specs_of(store, identity, chunks), lambda: time.monotonic() >= until or is_over())
+        return "damage" if not stopped else "time" if time.monotonic() >= until else "changes"
 
     def _forecast(self, store: Store | None, tokens: int) -> Forecast | None:
         if not tokens or self.choices.identity.keeps_states:

@@ -61,7 +61,7 @@ class Chunks:
 
 @dataclass(slots=True)
 class Left:
-    """Chunks that still have no KV, and what ended the run before them: `lazy`, `time`, `size` or `changes`."""
+    """Chunks that still have no KV, and why: `lazy`, `time`, `size`, `changes` or `damage`."""
 
     chunks: int
     tokens: int

@@ -50,13 +50,15 @@ class Storer(ABC):
     def store_prefix(self, prefix: ChunkSpec) -> None:
         """Compute and store the prompt's fixed beginning, which is exact in every prompt."""
 
-    def store(self, chunks: Iterable[ChunkSpec], is_over: Callable[[], bool]) -> None:
-        """Compute and store chunks in order, until they end or, after a batch, `is_over`."""
+    def store(self, chunks: Iterable[ChunkSpec], is_over: Callable[[], bool]) -> bool:
+        """Compute and store chunks in order. Stop and return True if `is_over` after a batch."""
+        stopped = False
         for batch in batches(chunks, self._max_tokens):
             self._compute(batch)
-            if is_over():
+            if stopped := is_over():
                 break
         self._finish()
+        return stopped
 
     @abstractmethod
     def _compute(self, batch: Sequence[ChunkSpec]) -> None: ...
