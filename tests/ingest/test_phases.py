@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from kvtool.core.cache import tables
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.ingest.storer import ChunkStorer
 from kvtool.core.query import fuse_prompt
-from tests.cli.working import PREFIX, QUESTION, SHORT, damages, kvtool, listing, payloads
+from tests.cli.working import PREFIX, QUESTION, SHORT, chunks_of, damages, flip_row, kvtool, listing, payloads
 from tests.upkeep.test_budget import bytes_in
 
 FILES = 8
@@ -163,6 +164,14 @@ def test_a_document_that_is_removed_meanwhile_stays_removed(
     kvtool("query", "mill number", "--documents", "6.txt", "--store", path, *SHORT, *more).fine()
     with Store.open(path) as store:
         assert len(store.chunk_ids()) == FILES  # with the prompt's beginning
+
+
+def test_a_chunk_with_a_damaged_description_is_left_and_named(folder: Path, fresh: Any, tmp_path: Path) -> None:
+    path = tmp_path / "fresh"
+    fresh(folder, "--lazy").fine()
+    flip_row(path, tables.CHUNKS, bytes.fromhex(chunks_of(path, "6.txt")[0]))
+    done = kvtool("ingest", folder / "0.txt", "--store", path).fine()  # 6.txt is not read, and stays
+    assert "in 1 chunk have no KV yet (damaged: see `kvtool store verify`)" in done.out
 
 
 def test_documents_without_kv_are_removed_like_others(folder: Path, fresh: Any, tmp_path: Path) -> None:
