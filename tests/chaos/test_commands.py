@@ -78,6 +78,7 @@ def done(work: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_kill_at_any_write_loses_no_learned_passage(tiny: Path, tmp_path: Path) -> None:
     half, base, folder = tmp_path / "half", tmp_path / "base", tmp_path / "killed"

@@ -50,6 +50,7 @@ def test_a_question_is_answered_from_cached_chunks_by_a_real_model(run: Any) -> 
     assert "Bucket" in answer
 
 
+@pytest.mark.nightly
 def test_the_question_of_the_readme_is_answered_from_the_passage_that_answers_it(run: Any) -> None:
     run("ingest", ".", "--model", "smollm2")
     asked = ("query", "Who founded the observatory?", "--json")

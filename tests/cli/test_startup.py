@@ -63,6 +63,7 @@ def test_a_question_imports_no_transformers(store: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("more", "expected"),
     [

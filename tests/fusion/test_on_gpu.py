@@ -130,6 +130,7 @@ def test_one_launch_a_layer_gives_what_the_cpu_gives(kernel: Kernel, family: str
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("limit", [0, 10**5, 10**9])
 @pytest.mark.parametrize("launched", [False, True])
 @pytest.mark.parametrize("there", [False, True])

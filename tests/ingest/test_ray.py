@@ -180,6 +180,7 @@ def test_interrupted_workers_resume(alone: tuple[object, ...], tmp_path: Path, m
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_workers_of_a_running_cluster(alone: tuple[object, ...], cluster: Any, tmp_path: Path) -> None:
     address, token, child = cluster
     done = process(*alone, tmp_path / "far", "--ray", address, "--ray-workers", "2", **token).fine().json

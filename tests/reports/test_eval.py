@@ -345,6 +345,7 @@ def test_the_file_that_is_made_can_be_asked(store: Path, tmp_path: Path, monkeyp
 
 @pytest.mark.model
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_real_model_writes_questions(tmp_path: Path) -> None:
     corpus = Path(__file__).parents[2] / "samples" / "corpus" / "people" / "ilse-varnholt.md"
     kvtool("ingest", corpus, "--model", "smollm2", "--lead-in", "prefix", "--store", tmp_path / "store").fine()

@@ -43,6 +43,7 @@ def test_fusion_benchmark_has_a_row_for_each_mode_and_context(home: Path, monkey
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_gpu_script_runs_dry(tmp_path: Path) -> None:
     words = ["--out", str(tmp_path), "--dry", "--stage", "machine", "answers", "vllm"]
     subprocess.run(

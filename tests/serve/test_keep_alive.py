@@ -144,6 +144,7 @@ def test_commands_that_look_at_once_are_no_engine(store: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_an_engine_that_is_killed_while_it_loads(store: Path) -> None:
     shell = subprocess.Popen(command(*asked(store, *KEEP)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_until(keep_alive.engines)
@@ -312,6 +313,7 @@ def test_a_setting_is_for_people(store: Path, home: Path, tmp_path: Path, monkey
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_an_engine_of_other_code_is_replaced(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after an upgrade: its answers may differ, and it may not understand the question."""
     engine = engine_of(store)

@@ -238,8 +238,6 @@ def _stored_dtype(files: ModelFiles) -> str:
 
 def load_tokenizer(files: ModelFiles) -> Any:
     """Load the model's fast tokenizer; torch is not imported where the folder has a tokenizer.json."""
-    pass
-
     with _explained(files):
         if (plain := read_tokenizer(files.folder)) is not None:
             return plain
