@@ -258,6 +258,7 @@ def load_session(
     timeline: Timeline | None = None,
     memory_cache: int | None = None,
     stores_missed: bool = True,
+    checks_later: bool = False,
 ) -> Session:
     started = time.perf_counter()
     with paused_collection():
@@ -276,6 +277,7 @@ def load_session(
         memory_cache=memory_cache,
         recent_chunks=None if memory_cache is None else RecentChunks(memory_cache),
         missed=None if stores_missed else {},
+        checks_later=checks_later,
     )
     run.out.doing(f"loading the model {session.identity.model}")
     loaded = session.decoder.loaded

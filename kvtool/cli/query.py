@@ -126,7 +126,7 @@ def query(
         retrieved = retrieve(store, finder, requests[0], options, timeline=timeline)
         options.check_of(store_identity(store), modes or ())  # before the model is loaded
         at_once = modes is not None or store.is_front or run.out.mode == "jsonl"  # whose summary comes last
-        session = load_session(run, store, finder, timeline, stores_missed=at_once)
+        session = load_session(run, store, finder, timeline, stores_missed=at_once, checks_later=True)
         if modes is None:
             _answer(run, session, requests[0], options, retrieved)
             if session.missed and not run.out.on_terminal:  # where a person would wait for it

@@ -11,6 +11,7 @@ from kvtool.core.cache import tables
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.ingest.storer import ChunkStorer
+from kvtool.core.model.hf import check
 from kvtool.core.query import fuse_prompt
 from tests.cli.working import PREFIX, QUESTION, SHORT, chunks_of, damages, flip_row, kvtool, listing, payloads
 from tests.upkeep.test_budget import bytes_in
@@ -195,3 +196,18 @@ def test_a_chunk_that_the_model_cannot_hold_fails_its_file_alone(folder: Path, t
     assert report["documents"]["added"] == len(listing(tmp_path / "store")) == FILES - 2
     report = kvtool(*args, "--chunk-tokens", "64").fine().json  # and nothing is in the way of another choice
     assert (report["documents"]["added"], report["documents"]["changed"]) == (2, FILES - 2)
+
+
+def test_a_model_is_compared_with_transformers_after_its_first_answer(
+    folder: Path, fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "fresh"
+    fresh(folder, "--lazy").fine()
+    monkeypatch.setattr(check, "_why_not", lambda decoder: "layer 0 differs by 1")
+    first = kvtool("query", "mill number", "--store", path, *SHORT).fine()
+    assert "could not be stored: this model computes otherwise than transformers: layer 0 differs" in first.err
+    assert without_kv(path) == FILES
+    second = kvtool("query", "mill number", "--store", path, *SHORT).fine()
+    assert "transformers computes this model: layer 0 differs" in second.err
+    assert without_kv(path) < FILES

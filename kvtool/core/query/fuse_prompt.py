@@ -243,6 +243,7 @@ def store_missed(session: Session, chunks: Sequence[ChunkSpec], later: bool = Fa
     `later` than their question only those that the store still describes. Raises KvtoolError: the store is locked or
     full."""
     store, decoder, prefix_id = session.store, session.decoder, session.identity.prefix_id
+    session.model.check_forward()
 
     def lead_ins_for(chunk: ChunkSpec) -> LeadIns:
         return LeadIns.nothing(decoder) if chunk.chunk_id == prefix_id else session.lead_ins

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvtool.core.cache.store import Store
 from kvtool.core.common.machine import Arithmetic, product_dtype, why_float32
 from kvtool.core.common.types import Warn, warn_nobody
-from kvtool.core.errors import KvtoolError, ModelError
+from kvtool.core.errors import GateError, KvtoolError, ModelError
 from kvtool.core.fusion.source import ChunkCache, KVSource, RecentChunks, StoreSource, held_on
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.model.prompt import PromptParts
@@ -43,7 +43,8 @@ _STORES_OWN = ModelOptions()
 
 class StoreModel:
     """The model of a store; tokenizer and configuration are read without the weights. `decoder`: it is loaded already.
-    `gradients`: its weights are not packed for speed. Members raise ModelError and UsageError."""
+    `gradients`: its weights are not packed for speed. `checks_later`: the comparison with transformers, which takes
+    seconds at a model's first use, waits until KV is reused or stored. Members raise ModelError and UsageError."""
 
     def __init__(
         self,
@@ -53,9 +54,10 @@ class StoreModel:
         warn: Warn,
         decoder: Decoder | None = None,
         gradients: bool = False,
+        checks_later: bool = False,
     ) -> None:
         self._store, self._identity, self._options, self._warn = store, identity, options, warn
-        self._decoder, self._gradients = decoder, gradients
+        self._decoder, self._gradients, self._checks_later = decoder, gradients, checks_later
 
     @cached_property
     def files(self) -> ModelFiles:
@@ -78,7 +80,7 @@ class StoreModel:
 
         from kvtool.core.checkpoint.load import load_model, resolve_device
         from kvtool.core.model.decoder import Decoder
-        from kvtool.core.model.hf.check import why_not_served
+        from kvtool.core.model.hf.check import stored_check, why_not_served
 
         device, dtype, arithmetic = resolve_device(self._options.device), self._identity.dtype, self.arithmetic.dtype
         if arithmetic != product_dtype(arithmetic, device):
@@ -91,10 +93,24 @@ class StoreModel:
             return Decoder(loaded, kv_dtype=getattr(torch, dtype))
 
         decoder = load(listed=True)
-        if why := why_not_served(decoder):
+        why = stored_check(decoder) if self._checks_later else why_not_served(decoder)
+        self._checks_later = why is None
+        if why:
             self._warn(f"transformers computes this model: {why}", "answers are the same, and slower")
             decoder = load(listed=False)
         return decoder
+
+    def check_forward(self) -> None:
+        """Compare the model with transformers' if that was put off. Raises GateError: they differ."""
+        if self.is_loaded and self._checks_later:
+            from kvtool.core.model.hf.check import why_not_served
+
+            self._checks_later = False
+            if why := why_not_served(self.decoder):
+                raise GateError(
+                    f"this model computes otherwise than transformers: {why}",
+                    "ask again: transformers computes it from now on",
+                )
 
     @property
     def arithmetic(self) -> Arithmetic:
@@ -162,6 +178,7 @@ class Session:
         identity: StoreIdentity | None = None,
         decoder: Decoder | None = None,
         gradients: bool = False,
+        checks_later: bool = False,
         warn: Warn = warn_nobody,
         finder: Finder | None = None,
         **members: Any,
@@ -169,7 +186,7 @@ class Session:
         """Open a session; its model is loaded at the first use, unless there is a `decoder`. `identity`: of a store
         that is being made. `members`: as of the class. Raises StoreNotFoundError: the store is empty."""
         identity = identity or store_identity(store)
-        model = StoreModel(store, identity, options, warn, decoder, gradients)
+        model = StoreModel(store, identity, options, warn, decoder, gradients, checks_later)
         state, finder = StoreState(identity, MeasuredLosses(store)), finder or Finder(store, warn)
         return cls(store=store, model=model, state=state, finder=finder, warn=warn, **members)
 
@@ -257,6 +274,7 @@ class Session:
         arithmetic has made with this one's own records. False: they could not be compared, so none of them can be read.
         Raises GateError, with the measured numbers."""
         state, arithmetic = self.state, self.model.arithmetic
+        self.model.check_forward()
         if state.conformance is None:
             is_known = not self.model.is_loaded or self.decoder.loaded.fingerprint
             result = stored_result(self.store, self.identity.fingerprint, arithmetic) if is_known else None

@@ -21,7 +21,7 @@ from kvtool.core.checkpoint.architecture import Architecture, UnlistedArchitectu
 from kvtool.core.checkpoint.gguf.folder import POSITIONS
 from kvtool.core.checkpoint.gguf.header import TensorInfo, read_header
 from kvtool.core.errors import ModelError
-from kvtool.core.kernels.linear.qtensor import READERS, QuantizedTensor, take_rows, tensor_of_blocks
+from kvtool.core.kernels.linear.qtensor import READERS, QuantizedTensor, read_blocks, take_rows
 from kvtool.core.kernels.linear.quantized import unpacked
 
 Numbers = np.ndarray[Any, Any]
@@ -97,7 +97,9 @@ def _bytes(gguf: Path, tensor: TensorInfo) -> Numbers:
 def quantized(gguf: Path, tensor: TensorInfo) -> QuantizedTensor:
     columns, *rows = tensor.shape
     try:
-        return tensor_of_blocks(kind_of(tensor), torch.from_numpy(_bytes(gguf, tensor)), prod(rows), columns)
+        with gguf.open("rb", buffering=0) as file:
+            file.seek(tensor.start)
+            return read_blocks(kind_of(tensor), file, tensor.nbytes, prod(rows), columns)
     except ValueError as error:
         raise ModelError(f"{gguf}: the tensor {tensor.name!r} is damaged: {error}", "download it again") from error
 

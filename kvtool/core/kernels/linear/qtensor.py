@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -163,22 +163,27 @@ _INFINITE = 0x7C00  # exponent of a float16 that is not finite
 _Array = npt.NDArray[Any]
 
 
-def tensor_of_blocks(kind: str, blocks: torch.Tensor, rows: int, columns: int) -> QuantizedTensor:
-    """Make a matrix of all bytes of a tensor, uint8; row after row.
+def read_blocks(kind: str, file: BinaryIO, nbytes: int, rows: int, columns: int) -> QuantizedTensor:
+    """Read a matrix, row after row, from the next bytes of an unbuffered file.
 
-    Raises ValueError: too few or too many bytes, or a scale that is no finite number.
+    It is read in pieces: memory that a process touches for the first time costs more than the reading. Raises
+    ValueError: too few or too many bytes, or a scale that is not a finite number.
     """
-    layout, source = LAYOUTS[kind], blocks.numpy().view(READERS[kind])
+    layout, block = LAYOUTS[kind], READERS[kind]
     spans = (SUPERBLOCK if layout.superblocks else BLOCK) // BLOCK
-    if len(source) * spans * BLOCK != rows * columns:
-        raise ValueError(f"{blocks.numel()} bytes are not {rows} rows of {columns} columns")
+    count = rows * columns // (spans * BLOCK)
+    if count * block.itemsize != nbytes or count * spans * BLOCK != rows * columns:
+        raise ValueError(f"{nbytes} bytes are not {rows} rows of {columns} columns")
     planes = list(zip(("qs", "qh"), layout.planes, strict=False))
-    data = np.empty((len(source), spans), [(name, f"V{4 * width}") for name, width in planes])
-    scales = np.empty(len(source), f"V{layout.block_bytes}" if layout.superblocks else "V2")
-    mins = np.empty(len(source) if "m" in (READERS[kind].names or ()) else 0, "V2")
-    for first in range(0, len(source), step := _AT_ONCE // source.itemsize):
-        here = slice(first, first + step)
-        part = source[here]
+    data = np.empty((count, spans), [(name, f"V{4 * width}") for name, width in planes])
+    scales = np.empty(count, f"V{layout.block_bytes}" if layout.superblocks else "V2")
+    mins = np.empty(count if "m" in (block.names or ()) else 0, "V2")
+    buffer = np.empty(min(count, _AT_ONCE // block.itemsize), block)
+    for first in range(0, count, len(buffer)):
+        here = slice(first, first + len(buffer))
+        part = buffer[: count - first]
+        if file.readinto(part.view(np.uint8)) != part.nbytes:  # type: ignore[attr-defined]
+            raise ValueError("the file is cut off")
         for name, width in planes:
             data[name][here] = _plane(kind, part[name], width) if layout.superblocks else part[name][:, None]
         scales[here] = _block_scales(kind, part) if layout.superblocks else part["d"]

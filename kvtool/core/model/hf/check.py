@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -30,24 +31,29 @@ _PACKAGES = ("kvtool", "torch", "transformers")
 def why_not_served(decoder: Decoder) -> str:
     """Return why transformers has to compute a model that was built without it; "" if it need not. The answer for a
     model's files, and for the versions of these packages, is kept in the user's cache."""
+    why = stored_check(decoder)
+    if why is None:
+        why, path = _why_not(decoder), _check_file(decoder)
+        with suppress(OSError):  # without a cache it is checked again
+            if decoder.loaded.fingerprint:
+                make_folder(path.parent)
+                replace_file(path, why.encode())  # an empty file would be a passed check
+    return why
+
+
+def stored_check(decoder: Decoder) -> str | None:
+    """Return what `why_not_served` has found for a model's files before; None: nothing."""
     if not isinstance(decoder.model, DenseModel):
         return ""
-    if not decoder.loaded.fingerprint:
-        return _why_not(decoder)
-    key = [
-        decoder.loaded.fingerprint,
-        str(decoder.loaded.arithmetic),
-        str(isa_here()),
-        *map(version, _PACKAGES),
-    ]
-    path = cache_dir() / "checked" / hashlib.sha256("\0".join(key).encode()).hexdigest()[:32]
     with suppress(OSError, UnicodeError):
-        return path.read_text(encoding="utf-8")
-    why = _why_not(decoder)
-    with suppress(OSError):  # without a cache it is checked again
-        make_folder(path.parent)
-        replace_file(path, why.encode())  # an empty file would be a passed check
-    return why
+        return _check_file(decoder).read_text(encoding="utf-8") if decoder.loaded.fingerprint else None
+    return None
+
+
+def _check_file(decoder: Decoder) -> Path:
+    versions = map(version, _PACKAGES)
+    key = [decoder.loaded.fingerprint, str(decoder.loaded.arithmetic), str(isa_here()), *versions]
+    return cache_dir() / "checked" / hashlib.sha256("\0".join(key).encode()).hexdigest()[:32]
 
 
 def _why_not(decoder: Decoder) -> str:
