@@ -7,7 +7,7 @@ Each run has a new home for kvtool: no store, no converted tokenizer, no compile
 then `kvtool query` of one token, up to the printed answer, and, once the process has stored the passages, the same
 question again. `--llama`: a Python that has llama-cpp-python; a process of it loads the model's FILE, computes the same
 prompt and chooses a token. Before each process another one fills as much memory as the model takes: on a virtual
-machine memory that was not used for a while takes seconds at its first use. Medians are printed. Run it alone: it times.
+machine, memory that was not used for a while takes seconds at its first use. Medians are printed. Run it alone.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def fill_memory() -> None:
 
 
 def ask(words: list[str], env: dict[str, str]) -> tuple[float, dict[str, Any]]:
-    """Ask a question: the seconds until the answer is printed, which is before its passages are stored; and its JSON."""
+    """Ask a question; return the seconds until the answer is printed, and its JSON. Passages are stored after it."""
     started = time.perf_counter()
     with subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
